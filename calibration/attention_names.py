@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-Watch = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
+Watch = Callable[[nn.Module, Tensor, Tensor, Tensor], None]
 
 
 @contextmanager

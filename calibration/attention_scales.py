@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, known_names, option
 from quant.calibration.attention_names import watching_attention
@@ -62,23 +62,23 @@ class AttentionScales:
     """Scales of one attention module: float32, [] per tensor or [kv_heads] per head."""
 
     # scale of the cached keys in `kv_format`, or of a latent vector; None where the cache keeps 16 bit
-    k: torch.Tensor | None
-    v: torch.Tensor | None
-    q: torch.Tensor | None  # scale of the queries in `attention_format`; None where attention keeps 16 bit
-    p: torch.Tensor | None
-    amax: Mapping[str, torch.Tensor]
+    k: Tensor | None
+    v: Tensor | None
+    q: Tensor | None  # scale of the queries in `attention_format`; None where attention keeps 16 bit
+    p: Tensor | None
+    amax: Mapping[str, Tensor]
     kv_format: Format | None  # the format of the cache, or None
     attention_format: Format | None  # the format of attention's operands, or None
 
 
-def attention_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
+def attention_scale(amax: Tensor, format: Format) -> Tensor:
     """Returns the static scale that maps `amax` to the largest value of `format`, float32; 1 where `amax` is 0."""
     return global_scale_of(amax, format) if format.global_scale else scale_of(amax, format.element.max)
 
 
 def collect_attention_scales(
     model: nn.Module,
-    rows: torch.Tensor,
+    rows: Tensor,
     *,
     kv_format: Format | None,
     attention_format: Format | None,
@@ -169,7 +169,7 @@ class _Watched:
         self.names = {module: name for name, module in model.named_modules()}
         self.norms = latent_norms(model) if latent is not None else {}
 
-    def operands_of(self, module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def operands_of(self, module: nn.Module, q: Tensor, k: Tensor, v: Tensor) -> None:
         name = self.names[module]
         by_operand = self.observers.setdefault(name, {})
         if "latent" in by_operand:  # its norm has run before
@@ -190,7 +190,7 @@ class _Watched:
     def latents(self) -> Iterator[None]:
         """Shows the vectors that latent attention caches while open."""
 
-        def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        def hook(name: str, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
             by_operand = self.observers.setdefault(name, {})
             if "latent" not in by_operand and self.latent is not None:
                 by_operand["latent"] = [AbsMax(self.latent, name=f"{name} latent vector")]
@@ -200,9 +200,7 @@ class _Watched:
             yield
 
 
-def _scales(
-    amax: dict[str, torch.Tensor], kv_format: Format | None, attention_format: Format | None
-) -> AttentionScales:
+def _scales(amax: dict[str, Tensor], kv_format: Format | None, attention_format: Format | None) -> AttentionScales:
     k = v = q = p = None
     if kv_format is not None:
         k, v = (attention_scale(_cached(amax, operand), kv_format) for operand in ("k", "v"))
@@ -213,7 +211,7 @@ def _scales(
     return AttentionScales(k, v, q, p, amax, kv_format, attention_format)
 
 
-def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the tensors in which checkpoints keep the scales of the KV cache, by name, in `dtype`, the model's.
 
     `….self_attn.k_scale` and `….v_scale` are [1], or [kv_heads, 1, 1] (compressed-tensors' strategy "attn_head").
@@ -233,7 +231,7 @@ def kv_scale_tensors(scales: Mapping[str, AttentionScales], dtype: torch.dtype) 
     return tensors
 
 
-def _cached(amax: Mapping[str, torch.Tensor], operand: str) -> torch.Tensor:
+def _cached(amax: Mapping[str, Tensor], operand: str) -> Tensor:
     """Returns the magnitude of the values that the cache holds for k or v; in latent attention one vector is both."""
     return amax["latent"] if "latent" in amax else amax[operand]
 
@@ -250,16 +248,16 @@ def latent_norms(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module.kv_a_layernorm for name, module in model.named_modules() if is_latent(module)}
 
 
-def rotary_key(module: nn.Module, key: torch.Tensor) -> torch.Tensor:
+def rotary_key(module: nn.Module, key: Tensor) -> Tensor:
     """Returns the part of expanded keys that all heads share: `[batch, 1, tokens, rope]`."""
     return key[:, :1, :, module.qk_nope_head_dim :]
 
 
 @contextmanager
-def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+def latents_changed(model: nn.Module, change: Callable[[nn.Module, Tensor], Tensor]) -> Iterator[None]:
     """Makes latent attentions expand `change(attention, latent [batch, tokens, rank])` to keys and values."""
 
-    def hook(attention: nn.Module, norm: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+    def hook(attention: nn.Module, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         return change(attention, output)
 
     norms = latent_norms(model)
@@ -267,7 +265,7 @@ def latents_changed(model: nn.Module, change: Callable[[nn.Module, torch.Tensor]
         yield
 
 
-def with_rotary_key(module: nn.Module, key: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+def with_rotary_key(module: nn.Module, key: Tensor, rotary: Tensor) -> Tensor:
     """Returns expanded keys with another rotary part, `[batch, 1, tokens, rope]`."""
     nope = key[..., : module.qk_nope_head_dim]
     return torch.cat([nope, rotary.expand(-1, key.shape[1], -1, -1)], dim=-1)

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.session import NARROW, Session, elsewhere, placed
 from quant.recipes.blocks import replaced
@@ -76,7 +76,7 @@ def prepared(
     learned = [t for t in tensors.values() if t.requires_grad]
     copied = {id(t) for model in away for t in (*model.parameters(), *model.buffers())}  # widened on their way
     configs: list[Any] = [getattr(model, "config", None) for model in models]
-    shared: dict[Any, list[torch.Tensor]] = {}
+    shared: dict[Any, list[Tensor]] = {}
     for t in tensors.values():
         if dtype is not None and t.dtype in NARROW and id(t) not in copied:
             # Tied tensors are widened once, and stay one tensor.
@@ -139,7 +139,7 @@ def _widening(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[
     """Returns a hook that widens the 16-bit tensors that a model is called with."""
 
     def widened(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.dtype in NARROW else value
+        return value.to(dtype) if isinstance(value, Tensor) and value.dtype in NARROW else value
 
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return tuple(map(widened, args)), {name: widened(value) for name, value in kwargs.items()}
@@ -147,7 +147,7 @@ def _widening(dtype: torch.dtype) -> Callable[[nn.Module, tuple[Any, ...], dict[
     return hook
 
 
-def _replace_data(same: Sequence[torch.Tensor], dtype: torch.dtype | None) -> None:
+def _replace_data(same: Sequence[Tensor], dtype: torch.dtype | None) -> None:
     data = same[0].data.to(dtype)
     for t in same:
         t.data = data

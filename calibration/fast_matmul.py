@@ -39,6 +39,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
@@ -85,7 +86,7 @@ def _has_exact_products() -> bool:
     return float((product - exact).norm() / exact.norm()) < 1e-6
 
 
-def difference_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+def difference_dtype(tensor: Tensor) -> torch.dtype | None:
     """Returns BF16 where the device of `tensor` multiplies it faster than the tensor's own dtype; else None."""
     return torch.bfloat16 if tensor.dtype is torch.float32 and _multiplies_bf16(tensor.device.type) else None
 
@@ -98,7 +99,7 @@ def _multiplies_bf16(device_type: str) -> bool:
     return device_type == "cpu" and any(getattr(torch.cpu, probe, bool)() for probe in probes)
 
 
-def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+def columns_product(x: Tensor, y: Tensor) -> Tensor:
     """Returns `xᵀ y`, float32 `[in, in']`, of x `[tokens, in]` and y `[tokens, in']`.
 
     In pairs of BF16 where a GPU has them.
@@ -109,7 +110,7 @@ def columns_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return _of_columns(left_operand(x.t()).t(), RightOperand(y).stacked)
 
 
-def left_operand(x: torch.Tensor) -> torch.Tensor:
+def left_operand(x: Tensor) -> Tensor:
     """Returns a left factor `[…, n, k]` of `add_product`, where a GPU multiplies pairs `[…, n, 3 k]`: h | h | l."""
     if not has_pairs(x):
         return x
@@ -130,7 +131,7 @@ class RightOperand:
     Where there are no pairs it is `matrix` itself, which `set` changes.
     """
 
-    def __init__(self, matrix: torch.Tensor) -> None:
+    def __init__(self, matrix: Tensor) -> None:
         if not has_pairs(matrix):
             self.parts = matrix.unsqueeze(-3)
             return
@@ -138,11 +139,11 @@ class RightOperand:
         self.set(slice(None), matrix)
 
     @property
-    def stacked(self) -> torch.Tensor:
+    def stacked(self) -> Tensor:
         """The parts, one below the other."""
         return self.parts.flatten(-3, -2)
 
-    def set(self, rows: slice, matrix: torch.Tensor, minus: torch.Tensor | None = None) -> None:
+    def set(self, rows: slice, matrix: Tensor, minus: Tensor | None = None) -> None:
         """Replaces some rows by `matrix`, or by `matrix - minus`."""
         first, *others = (self.parts[..., part, rows, :] for part in range(self.parts.shape[-3]))
         if others:
@@ -153,7 +154,7 @@ class RightOperand:
             torch.sub(matrix, minus, out=first)
 
 
-def exact_operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def exact_operands(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x `[n, k]` and y `[m, k]` of `x yᵀ` as float32 multiplies them: left and right `[…, 6 k]` in BF16.
 
     A float32 is the sum of three BF16, x = h + m + l, and l m, m l and l l are below its rounding.
@@ -165,7 +166,7 @@ def exact_operands(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([low, middle, high, middle, high, high], 1), torch.cat([high, middle, low, high, middle, high], 1)
 
 
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, factor: float = 1.0) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
     """Computes `total += factor · left @ right` for a `left_operand`, and columns of a `RightOperand`'s `stacked`."""
     if left.dtype is torch.bfloat16:
         _of_columns(left.mT, right, total, factor)
@@ -176,8 +177,8 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, fa
 class SplitMatrix:
     """A float32 matrix `[n, k]` for many products, split into two BF16 parts once where a GPU multiplies pairs."""
 
-    def __init__(self, matrix: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        if isinstance(matrix, torch.Tensor):
+    def __init__(self, matrix: Tensor | tuple[Tensor, ...]) -> None:
+        if isinstance(matrix, Tensor):
             matrix = _pair(matrix) if has_pairs(matrix) else (matrix,)
         self.parts = matrix
 
@@ -188,7 +189,7 @@ class SplitMatrix:
         """Returns the transposed matrix, as a view."""
         return SplitMatrix(tuple(part.t() for part in self.parts))
 
-    def __matmul__(self, other: SplitMatrix) -> torch.Tensor:
+    def __matmul__(self, other: SplitMatrix) -> Tensor:
         """Returns the product, float32."""
         if len(self.parts) == 1:
             return self.parts[0] @ other.parts[0]
@@ -208,9 +209,9 @@ class PairedWeight:
     A weight in BF16 is one part already, by which `factor`, a number on its device, is multiplied.
     """
 
-    def __init__(self, weight: torch.Tensor, factor: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, factor: Tensor | None = None) -> None:
         self.factor = factor
-        self.low: torch.Tensor | None = None
+        self.low: Tensor | None = None
         if weight.dtype is torch.bfloat16:
             self.high = weight.t()
             return
@@ -223,7 +224,7 @@ class PairedWeight:
         if self._said is not None:
             self._said.record()
 
-    def linear(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Returns `x Wᵀ + bias`, float32 `[..., out]`, of x `[..., in]`."""
         if self.low is not None and (self._said is None or self._said.query()) and not self._some:
             self.low = None
@@ -241,7 +242,7 @@ class _PairedLinears(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         # With the weight itself, so that no other tensor takes its memory, by which it is recognized.
-        self.weights: dict[tuple[Any, ...], tuple[torch.Tensor, PairedWeight]] = {}
+        self.weights: dict[tuple[Any, ...], tuple[Tensor, PairedWeight]] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is scaled_dot_product_attention:
@@ -257,7 +258,7 @@ class _PairedLinears(TorchFunctionMode):
         return self.weights[key][1].linear(x, *bias)
 
 
-def _attend(call: dict[str, Any]) -> torch.Tensor:
+def _attend(call: dict[str, Any]) -> Tensor:
     """Returns PyTorch's attention, `[…, heads, tokens, dim]`, where a GPU computes float32 by the fastest way."""
     q, k, v = (call[name] for name in _ATTENTION[:3])
     if not has_pairs(q):
@@ -270,17 +271,17 @@ def _attend(call: dict[str, Any]) -> torch.Tensor:
     return scaled_dot_product_attention(**call | {"query": q, "key": k, "value": v}).to(call["query"].dtype)
 
 
-def multiplies_pairs(x: torch.Tensor) -> bool:
+def multiplies_pairs(x: Tensor) -> bool:
     """Returns whether inputs of a linear layer, `[..., in]`, are enough that its weight is worth splitting."""
     return has_pairs(x) and not torch.is_grad_enabled() and x.numel() >= _PAIRED_TOKENS * x.shape[-1]
 
 
-def has_pairs(x: torch.Tensor) -> bool:
+def has_pairs(x: Tensor) -> bool:
     """Returns whether products of `x` with float32 matrices are taken in pairs of BF16."""
     return x.is_cuda and x.dtype is torch.float32 and _multiplies_bf16("cuda")
 
 
-def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the parts of a matrix, which are stored by columns where it is."""
     if x.stride(-1) != 1:
         high, low = _pair(x.mT)
@@ -290,9 +291,7 @@ def _pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return high, low
 
 
-def _of_columns(
-    x: torch.Tensor, y: torch.Tensor, total: torch.Tensor | None = None, factor: float = 1.0
-) -> torch.Tensor:
+def _of_columns(x: Tensor, y: Tensor, total: Tensor | None = None, factor: float = 1.0) -> Tensor:
     """Returns `xᵀ y` of BF16 matrices, in float32, or adds `factor` times that to `total` in the same kernel."""
     if total is None:
         return torch.mm(x.t(), y, out_dtype=torch.float32)
@@ -301,8 +300,8 @@ def _of_columns(
 
 
 def _split(
-    x: torch.Tensor, high: torch.Tensor, low: torch.Tensor, again: torch.Tensor | None = None,
-    minus: torch.Tensor | None = None,
+    x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = None,
+    minus: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Writes `x`, or `x - minus`, as `high` and `low`, BF16; `again` is a second place for `high`."""
     if x.is_cuda:

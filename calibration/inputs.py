@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from quant.base.errors import warn
@@ -52,7 +52,7 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     if all(bool(mask.all()) for mask in masks.values()):
         return None
     rows = len(next(iter(masks.values())))
-    tensors = [value for value in tree_flatten(dict(call))[0] if isinstance(value, torch.Tensor)]
+    tensors = [value for value in tree_flatten(dict(call))[0] if isinstance(value, Tensor)]
     if rows > 1 and any(not tensor.dim() or len(tensor) != rows for tensor in tensors):
         warn(
             "calibration data: a batch of padded texts has tensors without a part for each text "
@@ -65,15 +65,15 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
         if all(bool(tokens.any()) for tokens in shown.values()):
             own = dict(call)
             if rows > 1:
-                own = tree_map(lambda v, row=row: v[row : row + 1] if isinstance(v, torch.Tensor) else v, own)
+                own = tree_map(lambda v, row=row: v[row : row + 1] if isinstance(v, Tensor) else v, own)
             shown_calls.append(_cut(own, shown, takes))
     return shown_calls
 
 
-def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
+def _shown_tokens(call: Mapping[str, Any], side: str) -> Tensor | None:
     """Returns which token ids of a call are not padding, bool `[rows, tokens]`; None without ids or a mask for them."""
     ids, mask = call.get(f"{side}{_IDS}"), call.get(f"{side}{_MASK}")
-    if not isinstance(ids, torch.Tensor) or not isinstance(mask, torch.Tensor):
+    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
         return None
     if ids.dim() != 2 or mask.shape != ids.shape:
         return None
@@ -87,14 +87,14 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> torch.Tensor | None:
     return mask.bool()
 
 
-def _cut(call: Mapping[str, Any], shown: Mapping[str, torch.Tensor], takes: Collection[str]) -> dict[str, Any]:
+def _cut(call: Mapping[str, Any], shown: Mapping[str, Tensor], takes: Collection[str]) -> dict[str, Any]:
     """Returns a call of one row, without the values of tokens that are not in `shown`, bool `[tokens]` of each side."""
     shortened = dict(call)
     for name, value in call.items():
         # The labels of an encoder-decoder are the text of its decoder.
         is_decoder = name.startswith(_SIDES[1]) or (name == "labels" and f"{_SIDES[1]}{_IDS}" in takes)
         side = _SIDES[is_decoder]
-        if side not in shown or not isinstance(value, torch.Tensor) or value.shape[:2] != (1, len(shown[side])):
+        if side not in shown or not isinstance(value, Tensor) or value.shape[:2] != (1, len(shown[side])):
             continue
         # Images and sounds may have as many channels as the text has tokens.
         if name == f"{side}{_MASK}" or not value.is_floating_point():
@@ -118,7 +118,7 @@ class Inputs:
 
     def __init__(
         self, calls: Sequence[Arguments], *, about: str = "", own_text: bool = False,
-        labels: torch.Tensor | None = None, alone: bool = False,
+        labels: Tensor | None = None, alone: bool = False,
     ) -> None:  # fmt: skip
         self.calls, self.about, self.own_text, self.labels = list(calls), about, own_text, labels
         self.alone = alone
@@ -140,7 +140,7 @@ class Inputs:
         """Where the tensors of the first call are."""
         return _tensors(self.calls[0])[0].device
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[Tensor]:
         """Returns all tensors, in the order of the calls."""
         return [tensor for call in self.calls for tensor in _tensors(call)]
 
@@ -173,11 +173,11 @@ class Inputs:
                 batches.append([call])
         return [Inputs(batch, alone=self.alone) for batch in batches]
 
-    def as_tensor(self, model: nn.Module) -> torch.Tensor | None:
+    def as_tensor(self, model: nn.Module) -> Tensor | None:
         """Returns the rows as one tensor, where all have one shape and each is the model's only argument. Else None."""
         first = next(iter(inspect.signature(model.forward).parameters), None)
         values = [[*args, *(kwargs[name] for name in kwargs if name == first)] for args, kwargs in self.calls]
-        tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], torch.Tensor)]
+        tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], Tensor)]
         # Any further argument would be lost in one tensor.
         alone = len(tensors) == len(self.calls) == sum(len(args) + len(kwargs) for args, kwargs in self.calls)
         alike = alone and len({tensor.shape[1:] for tensor in tensors}) == 1
@@ -194,7 +194,7 @@ class Inputs:
         # Nested arguments, such as a list of image sizes, are joined leaf by leaf; calls of one outline have one tree.
         flat, spec = zip(*(tree_flatten(call) for call in self.calls), strict=True)
         by_place = zip(*flat, strict=True)
-        joined = [torch.cat(parts) if isinstance(parts[0], torch.Tensor) else parts[0] for parts in by_place]
+        joined = [torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0] for parts in by_place]
         return tree_unflatten(joined, spec[0])
 
 
@@ -232,7 +232,7 @@ def _check_arguments(call: Arguments, model: nn.Module) -> None:
             f"does not fit ({error}); {way_out}"
         ) from None
     ids = _by_name(call, list(signature.parameters)).get("input_ids")
-    if isinstance(ids, torch.Tensor) and ids.dim() == 1:
+    if isinstance(ids, Tensor) and ids.dim() == 1:
         raise ValueError(
             f"calibration data holds {len(ids)} token ids without an axis of rows; give [row[None] for row in rows], "
             "or one tensor [rows, seqlen]"
@@ -249,7 +249,7 @@ def cast_for(model: nn.Module, inputs: Inputs) -> Inputs:
     dtype = stored_dtype(model)
 
     def cast(value: Any) -> Any:
-        return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return Inputs([tree_map(cast, call) for call in inputs.calls])
 
@@ -302,7 +302,7 @@ def taking_inputs(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]:
+def call_on_first_row(rows: Tensor | Inputs) -> Callable[[nn.Module], Any]:
     """Calls a model on the first of the rows, wherever the model is."""
 
     def run(model: nn.Module) -> Any:
@@ -313,7 +313,7 @@ def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]
             except Exception as error:  # the model's own code, on arguments that it may not be meant for
                 args = batch.arguments()[0] if isinstance(batch, Inputs) else (batch,)
                 named = zip(inspect.signature(model.forward).parameters, args, strict=False)
-                passed = [f"{name} {list(arg.shape)}" for name, arg in named if isinstance(arg, torch.Tensor)]
+                passed = [f"{name} {list(arg.shape)}" for name, arg in named if isinstance(arg, Tensor)]
                 if len(passed) < 2:
                     raise
                 # Batches of a loader are often pairs of an input and a label, and the label is an argument then.
@@ -325,14 +325,14 @@ def call_on_first_row(rows: torch.Tensor | Inputs) -> Callable[[nn.Module], Any]
     return run
 
 
-def call_of(batch: torch.Tensor | Inputs) -> Call:
+def call_of(batch: Tensor | Inputs) -> Call:
     """Returns the call of a model on a batch of rows, whose first tensor stands for the hidden state."""
     if not isinstance(batch, Inputs):
         return Call((batch,), {}, 0)
     args, kwargs = batch.arguments()
     # Positional arguments are named by their index, keyword arguments by their name.
-    slots: list[int | str] = [slot for slot, value in enumerate(args) if isinstance(value, torch.Tensor)]
-    slots += [name for name, value in kwargs.items() if isinstance(value, torch.Tensor)]
+    slots: list[int | str] = [slot for slot, value in enumerate(args) if isinstance(value, Tensor)]
+    slots += [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     return Call(args, dict(kwargs), slots[0])
 
 
@@ -360,7 +360,7 @@ def _by_name(call: Arguments, takes: Sequence[str]) -> dict[str, Any]:
 
 def _rows_of(data: Mapping[str, Any]) -> list[Arguments]:
     """Returns a call for each row of named tensors."""
-    wrong = [name for name, value in data.items() if not isinstance(value, torch.Tensor) or not value.dim()]
+    wrong = [name for name, value in data.items() if not isinstance(value, Tensor) or not value.dim()]
     if wrong or not data:
         raise ValueError(f"calibration data by name holds tensors with a row for each call; {wrong or 'it'} does not")
     counts = {name: len(value) for name, value in data.items()}
@@ -384,11 +384,11 @@ def _arguments(item: Any) -> Arguments:
     return arguments
 
 
-def _tensors(call: Arguments) -> list[torch.Tensor]:
-    return [value for value in tree_flatten(call)[0] if isinstance(value, torch.Tensor)]
+def _tensors(call: Arguments) -> list[Tensor]:
+    return [value for value in tree_flatten(call)[0] if isinstance(value, Tensor)]
 
 
 def _outline(call: Arguments) -> Any:
     """Returns a key that is equal for calls that can be joined: their tree, shapes and dtypes."""
     values, spec = tree_flatten(call)
-    return spec, [(v.shape, v.dtype) if isinstance(v, torch.Tensor) else v for v in values]
+    return spec, [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]

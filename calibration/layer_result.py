@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import counted, html_table, option
 from quant.base.json_files import JsonData
@@ -56,7 +56,7 @@ class LayerResult(JsonData):
     output_error: float | None = None
 
 
-def layer_result(plan_layer: LayerPlan, weight: torch.Tensor, quantized: BlockScaledTensor | None) -> LayerResult:
+def layer_result(plan_layer: LayerPlan, weight: Tensor, quantized: BlockScaledTensor | None) -> LayerResult:
     """Returns the result for one layer, its error measured in chunks of rows.
 
     Args:
@@ -128,7 +128,7 @@ def _errors(results: Sequence[LayerResult]) -> str:
     return ", ".join(f"{result.name} ({result.relative_error:.0%})" for result in results[:3])
 
 
-def _energies(weight: torch.Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
+def _energies(weight: Tensor, quantized: BlockScaledTensor) -> tuple[float, float]:
     """Returns ‖w‖² and ‖w − w_q‖², summed in float64."""
     elements = 128 * _CHUNK_ELEMENTS if quantized.codes.is_cuda else _CHUNK_ELEMENTS  # a GPU is slow in small bites
     signal = noise = torch.zeros((), dtype=torch.float64, device=quantized.codes.device)  # no part is waited for

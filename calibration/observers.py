@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.formats.format import Format, Number
@@ -65,7 +66,7 @@ class Histogram:
         """Number of bins up to the one that holds `amax`; 0 where only zeros were seen."""
         return int(self.amax / self.width) + 1 if self.amax > 0 else 0
 
-    def add(self, magnitude: torch.Tensor, amax: float) -> None:
+    def add(self, magnitude: Tensor, amax: float) -> None:
         """Adds the counts of a batch of non-negative finite values of any shape; the maths is in float32."""
         self.counts, self.zeros = self.counts.to(magnitude.device), self.zeros.to(magnitude.device)
         self.amax = max(self.amax, amax)
@@ -119,7 +120,7 @@ _LADDER, _OCTAVES, _STEPS = 160, 10, 33
 _VALUES_A_BIN = 64
 
 
-def block_amax(x: torch.Tensor, format: Format) -> torch.Tensor:
+def block_amax(x: Tensor, format: Format) -> Tensor:
     """Returns the largest magnitude of each block of `x` `[..., rows, columns]`, shaped as the block scales."""
     rows, columns = format.block_shape(x.shape)
     blocks = pad(x.abs(), (0, -x.shape[-1] % columns, 0, -x.shape[-2] % rows))
@@ -132,7 +133,7 @@ class Observer:
     def __init__(self, format: Format, *, name: str = "tensor") -> None:
         self.format, self.name, self._batch = format, name, -1
 
-    def update(self, x: torch.Tensor) -> None:
+    def update(self, x: Tensor) -> None:
         """Adds a batch `[..., rows, columns]`, floating point, on any device; an empty one changes nothing."""
         self._batch += 1
         if x.numel() == 0:
@@ -147,29 +148,29 @@ class Observer:
             )
         self._add(x, amax)
 
-    def _add(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+    def _add(self, x: Tensor, amax: Tensor) -> None:
         raise NotImplementedError
 
-    def amax(self) -> torch.Tensor:
+    def amax(self) -> Tensor:
         """Returns the largest magnitude, a float32 scalar on the device of the data."""
         chosen = self._chosen()
         if chosen is None:
             raise ValueError(f"{self.name}: the observer saw no values; run calibration data through the layer first")
         return chosen
 
-    def _chosen(self) -> torch.Tensor | None:
+    def _chosen(self) -> Tensor | None:
         raise NotImplementedError
 
 
 class AbsMax(Observer):
     """The largest magnitude seen."""
 
-    _amax: torch.Tensor | None = None
+    _amax: Tensor | None = None
 
-    def _add(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+    def _add(self, x: Tensor, amax: Tensor) -> None:
         self._amax = amax if self._amax is None else torch.maximum(self._amax, amax)
 
-    def _chosen(self) -> torch.Tensor | None:
+    def _chosen(self) -> Tensor | None:
         return self._amax
 
 
@@ -185,12 +186,12 @@ class _HistogramObserver(Observer):
         """The number on whose grid the watched magnitudes are rounded."""
         return self.format.scale if self.format.global_scale else self.format.element
 
-    def _add(self, x: torch.Tensor, amax: torch.Tensor) -> None:
+    def _add(self, x: Tensor, amax: Tensor) -> None:
         # The magnitudes that the static scale of a per-tensor format has to cover.
         watched = block_amax(x, self.format) if self.format.global_scale else x.abs()
         self.histogram.add(watched.float(), float(amax))
 
-    def _chosen(self) -> torch.Tensor | None:
+    def _chosen(self) -> Tensor | None:
         if not self.histogram.total:
             return None
         chosen = self._choose() if self.histogram.amax > 0 else 0.0
@@ -244,7 +245,7 @@ class Entropy(_HistogramObserver):
         return min(end * histogram.width, histogram.amax)
 
 
-def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> torch.Tensor:
+def squared_errors(histogram: Histogram, number: Number, amax: Tensor) -> Tensor:
     """Returns the expected squared error of a histogram's values, rounded to `number`, for each amax, float64 `[n]`.
 
     The values of a bin are taken to be spread evenly over it, and the error over a bin is an integral in closed form:
@@ -259,7 +260,7 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
     before = torch.cat([grid[:1], ends.cumsum(0)])
     offset = before - (start - grid) ** 3 / 3
 
-    def integral(t: torch.Tensor) -> torch.Tensor:
+    def integral(t: Tensor) -> Tensor:
         cell = torch.searchsorted(middle, t)
         return offset[cell] + (t - grid[cell]) ** 3 / 3
 
@@ -270,7 +271,7 @@ def squared_errors(histogram: Histogram, number: Number, amax: torch.Tensor) -> 
     return mean @ counts
 
 
-def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, torch.Tensor]:
+def divergences(histogram: Histogram, number: Number) -> tuple[Tensor, Tensor]:
     """Returns the KL divergence between a histogram and the rounded one, for every bin at which it can be clipped.
 
     The method of TensorRT's calibrator (S. Migacz, "8-bit Inference with TensorRT", GTC 2017). Clipped after bin
@@ -314,7 +315,7 @@ def divergences(histogram: Histogram, number: Number) -> tuple[torch.Tensor, tor
     return ends, divergence.masked_fill_((last == 0) & (beyond > 0), torch.inf)
 
 
-def _prefix(x: torch.Tensor) -> torch.Tensor:
+def _prefix(x: Tensor) -> Tensor:
     """Returns the sums of the first 0, 1, … elements."""
     return pad(x.cumsum(0), (1, 0))
 

@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 T = TypeVar("T")
-Part = TypeVar("Part", bound=torch.Tensor | None)
+Part = TypeVar("Part", bound=Tensor | None)
 """The tensors of an entry that ranks exchange; where some may be missing, `torch.Tensor | None`."""
 Outline = tuple[tuple[int, ...], torch.dtype]
 """The shape and dtype of a tensor that another rank will send."""
@@ -208,8 +209,8 @@ class Exchange:
         yield from zip((number for number, *_ in schedule), self.in_turn(turns), strict=True)
 
     def in_turn(
-        self, turns: Sequence[tuple[int, Sequence[Outline | None], Sequence[torch.Tensor | None]]]
-    ) -> Iterator[tuple[torch.Tensor | None, ...]]:
+        self, turns: Sequence[tuple[int, Sequence[Outline | None], Sequence[Tensor | None]]]
+    ) -> Iterator[tuple[Tensor | None, ...]]:
         """Yields the tensors of entries, of which all ranks know the owner and the outlines, and the owner the tensors.
 
         Neighbours of one outline, one of each rank, are sent at once: a GPU sends while it receives.
@@ -229,7 +230,7 @@ class Exchange:
             yield tuple(None if o is None else self.broadcast(t, o[0], o[1], owners[0]) for t, o in pairs)
             first += 1
 
-    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _of_all(self, tensor: Tensor) -> Tensor:
         """Returns the tensors of all ranks, of one shape and dtype, by rank."""
         whole = tensor.new_empty(rank_and_world()[1], *tensor.shape)
         if tensor.numel():
@@ -238,7 +239,7 @@ class Exchange:
             dist.all_gather_into_tensor(whole.view(-1).view(torch.uint8), flat)
         return whole
 
-    def _packed(self, tensors: Sequence[torch.Tensor], size: int) -> list[torch.Tensor]:
+    def _packed(self, tensors: Sequence[Tensor], size: int) -> list[Tensor]:
         """Returns the tensors of each rank, one behind the other, as `size` bytes."""
         _met()
         own, offset = torch.zeros(size, dtype=torch.uint8, device=self.device), 0
@@ -250,9 +251,7 @@ class Exchange:
             dist.all_gather(packed, own)
         return packed
 
-    def broadcast(
-        self, tensor: torch.Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int
-    ) -> torch.Tensor:
+    def broadcast(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, owner: int) -> Tensor:
         """Returns the tensor of a rank, of a shape and dtype, on all ranks."""
         tensor = torch.empty(shape, dtype=dtype, device=self.device) if tensor is None else tensor.contiguous()
         if tensor.numel():
@@ -268,11 +267,11 @@ def _padded_bytes(outline: Outline) -> int:
 
 
 def _unpacked(
-    packed: torch.Tensor, outlines: Sequence[tuple[int, Sequence[Outline | None]]]
-) -> list[tuple[torch.Tensor | None, ...]]:
+    packed: Tensor, outlines: Sequence[tuple[int, Sequence[Outline | None]]]
+) -> list[tuple[Tensor | None, ...]]:
     entries, offset = [], 0
     for _, outline in outlines:
-        tensors: list[torch.Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for each in outline:
             if each is None:
                 tensors.append(None)

@@ -40,14 +40,14 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.listener import Progress
 from quant.base.processor import in_memory, memory_left, memory_limit, populate, value_of
 from quant.calibration.ranks import rank_and_world
 from quant.recipes.blocks import block_names, reads_experts, removing, replaced
 
-Tensors = Mapping[str, torch.Tensor]
+Tensors = Mapping[str, Tensor]
 Mapped = Callable[[Tensors], None]
 """Called with the tensors of a step, mapped from their file, when they are written."""
 
@@ -204,8 +204,8 @@ class Prefetcher:
         self._copying: _CopyStream | None = None
 
     def in_turn(
-        self, items: Sequence[Item], tensors_of: Callable[[Item], Sequence[torch.Tensor]]
-    ) -> Iterator[tuple[Item, list[torch.Tensor]]]:
+        self, items: Sequence[Item], tensors_of: Callable[[Item], Sequence[Tensor]]
+    ) -> Iterator[tuple[Item, list[Tensor]]]:
         """Yields each item with its tensors on the device, while the next item's tensors are copied; then closes."""
         try:
             waiting = [self.fetch(tensors_of(item)) for item in items[:1]]
@@ -217,7 +217,7 @@ class Prefetcher:
         finally:
             self.close()
 
-    def fetch(self, tensors: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+    def fetch(self, tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
         """Begins to copy tensors; returns a function for the thread that uses them, which waits for the copies.
 
         A tensor that is on the device already is returned as it is, and so is a parameter that stays in its file.
@@ -234,7 +234,7 @@ class Prefetcher:
         if self._copying is not None:
             self._copying.readers.shutdown()
 
-    def _to_gpu(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+    def _to_gpu(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], torch.cuda.Event]:
         assert self.device is not None
         with torch.cuda.device(self.device):
             self._copying = copying = self._copying or _CopyStream(self.device)
@@ -260,14 +260,14 @@ class _CopyStream:
         self.readers = ThreadPoolExecutor(_READERS, thread_name_prefix="reader")
         self.next_buffer = 0  # the index of the buffer that is filled next
         # Of each buffer that is being filled: its index, its place on the GPU, and the work of the readers.
-        self.filling: deque[tuple[int, torch.Tensor, list[Future[None]]]] = deque()
+        self.filling: deque[tuple[int, Tensor, list[Future[None]]]] = deque()
 
-    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+    def copy(self, tensor: Tensor) -> Tensor:
         """Returns a copy on the GPU, for work on `stream` after `flush`."""
         if tensor.device.type != "cpu":
             return tensor.to(self.device)
 
-        def read(source: torch.Tensor, target: torch.Tensor) -> None:
+        def read(source: Tensor, target: Tensor) -> None:
             populate(source)
             ctypes.memmove(target.data_ptr(), source.data_ptr(), len(source))  # only on this thread
 
@@ -300,7 +300,7 @@ class _CopyStream:
         self.read[index].record(self.stream)
 
 
-def _for_current_stream(copies: list[torch.Tensor], copied: torch.cuda.Event) -> list[torch.Tensor]:
+def _for_current_stream(copies: list[Tensor], copied: torch.cuda.Event) -> list[Tensor]:
     """Returns the copies, for work on the current stream, which waits for `copied` first."""
     for copy in (copy for copy in copies if copy.is_cuda):
         stream = torch.cuda.current_stream(copy.device)
@@ -364,11 +364,7 @@ def is_visited(model: nn.Module, device: torch.device | None, dtype: torch.dtype
 
 @contextmanager
 def placed(
-    model: nn.Module,
-    device: torch.device | None,
-    dtype: torch.dtype | None = None,
-    *,
-    filler: torch.Tensor | None = None,
+    model: nn.Module, device: torch.device | None, dtype: torch.dtype | None = None, *, filler: Tensor | None = None
 ) -> Iterator[torch.device]:
     """Makes `model` run on `device` while open, with its inputs there; yields that device.
 
@@ -387,7 +383,7 @@ def placed(
     filled = {id(linear.weight) for linear in linears if filler is not None and linear.weight.dtype is filler.dtype}
     filled |= {id(p) for block in blocks for p in block.parameters() if filler is not None and reads_experts(p)}
 
-    def tensors_to_copy(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+    def tensors_to_copy(modules: Iterable[nn.Module]) -> list[Tensor]:
         # Every element of an expanded tensor is the filler itself.
         return [filler.expand(t.shape) if filler is not None and id(t) in filled else t for t in tensors_of(modules)]
 
@@ -414,10 +410,10 @@ def _visiting(
     borrowed: dict[int, DeviceCopies],
     prefetcher: Prefetcher,
     dtype: torch.dtype | None,
-    tensors_to_copy: Callable[[Iterable[nn.Module]], list[torch.Tensor]],
+    tensors_to_copy: Callable[[Iterable[nn.Module]], list[Tensor]],
 ) -> Iterator[None]:
     """Brings each of `blocks` to the device for its own forward pass while open, with the next one on its way."""
-    device, waiting = prefetcher.device, dict[int, Callable[[], list[torch.Tensor]]]()
+    device, waiting = prefetcher.device, dict[int, Callable[[], list[Tensor]]]()
 
     def enter(index: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         assert device is not None
@@ -470,7 +466,7 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def tensors_of(modules: Iterable[nn.Module]) -> list[torch.Tensor]:
+def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Returns the parameters and buffers that `modules` themselves hold, each once, in the order of `DeviceCopies`."""
     tensors = (t for module in modules for t in (*module._parameters.values(), *module._buffers.values()))
     return list({id(t): t for t in tensors if t is not None}.values())
@@ -485,14 +481,14 @@ class DeviceCopies:
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        copies: Sequence[torch.Tensor],
+        copies: Sequence[Tensor],
         device: torch.device | None,
         dtype: torch.dtype | None,
         narrow: Sequence[torch.dtype] = NARROW,
     ) -> None:
         self.copies = {id(t): copy for t, copy in zip(tensors_of(modules), copies, strict=True)}
 
-        def copy_of(t: torch.Tensor) -> torch.Tensor:
+        def copy_of(t: Tensor) -> Tensor:
             # A tensor of two modules is on the device when it is met again.
             copy = self.copies.get(id(t), t) if t.device != device else t
             if t.is_meta and copy.is_meta:  # experts that are still in their files
@@ -527,7 +523,7 @@ class DeviceCopies:
         for parameter, value in changed:
             parameter.data = value
 
-    def _parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, torch.Tensor]]:
+    def _parameters(self) -> Iterator[tuple[nn.Parameter, nn.Parameter, Tensor]]:
         """Yields each parameter as its module has it now (some devices take a new one), the original, and its data."""
         seen = set()
         for module, parameters, _, _ in self.originals:
@@ -560,7 +556,7 @@ class _ExpertsOnDevice:
 
     def __init__(self, stored: Any, device: torch.device) -> None:
         self.stored, self.device, self.shape = stored, device, stored.shape
-        self.copies: dict[int, torch.Tensor] = {}
+        self.copies: dict[int, Tensor] = {}
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -568,12 +564,12 @@ class _ExpertsOnDevice:
     def dim(self) -> int:
         return len(self.shape)
 
-    def __getitem__(self, expert: int) -> torch.Tensor:
+    def __getitem__(self, expert: int) -> Tensor:
         if expert not in self.copies:
             self.copies[expert] = self.stored[expert].to(self.device)
         return self.copies[expert]
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         return self.stored.tensor()
 
 
@@ -594,6 +590,6 @@ def experts_on_device(block: nn.Module, device: torch.device | None) -> Iterator
 
 def _moved(value: Any, device: torch.device) -> Any:
     """Returns a tensor, or the tensors of a tuple, on `device`; other values, such as a cache, are unchanged."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.to(device)
     return tuple(_moved(v, device) for v in value) if type(value) is tuple else value

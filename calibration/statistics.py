@@ -39,6 +39,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.base.errors import warn
@@ -60,7 +61,7 @@ _STRIP, _STRIPS, _LEAST_GPU = 512, 8, 1024
 class MomentSpread:
     """Running sums over pieces of text for pairs of a sample of channels of inputs `[..., in]`."""
 
-    def __init__(self, like: torch.Tensor) -> None:
+    def __init__(self, like: Tensor) -> None:
         self.columns, device = like.shape[-1], like.device
         self.channels = (
             torch.linspace(0, self.columns - 1, min(CHANNELS, self.columns), device=device, dtype=torch.float32)
@@ -71,7 +72,7 @@ class MomentSpread:
         # Σ P_r, Σ n_r P_r and Σ P_r².
         self.sums = torch.zeros(3, len(self.channels), len(self.channels), device=device, dtype=torch.float32)
 
-    def add(self, x: torch.Tensor, rows: int) -> None:
+    def add(self, x: Tensor, rows: int) -> None:
         """Adds a batch of inputs, `[tokens, in]`, of which each of `rows` equal parts is a piece of text."""
         pieces = x[:, self.channels].float().unflatten(0, (rows, len(x) // rows))
         length = pieces.shape[1]
@@ -81,7 +82,7 @@ class MomentSpread:
         self.tokens += len(x)
         self.squared_tokens += rows * length**2
 
-    def shrinkage(self) -> torch.Tensor:
+    def shrinkage(self) -> Tensor:
         """Returns λ in 0..1, float32 scalar.
 
         One piece has no spread. Then λ is the value for independent tokens with independent channels, columns /
@@ -103,7 +104,7 @@ class MomentSpread:
         return (STRENGTH * noise_share).nan_to_num(1.0).clamp(0, 1)
 
 
-def shrink(moment: torch.Tensor, strength: torch.Tensor) -> torch.Tensor:
+def shrink(moment: Tensor, strength: Tensor) -> Tensor:
     """Returns (1 - λ) M + λ diag(M), in place; M `[in, in]`, or blocks of one, `[blocks, k, k]`."""
     diagonal = moment.diagonal(dim1=-2, dim2=-1)
     original = diagonal.clone()
@@ -118,36 +119,36 @@ class LayerStats:
 
     tokens: int
     # mean of x xᵀ, float32 or float64 `[in, in]`; None where only its blocks were kept
-    second_moment: torch.Tensor | None = None
-    drift: torch.Tensor | None = None  # mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input
+    second_moment: Tensor | None = None
+    drift: Tensor | None = None  # mean of (r - x) xᵀ, `[in, in]`, or None where x is the original input
     # diagonal blocks of the second moment, `[in / k, k, k]`, where only they were kept
-    block_moments: torch.Tensor | None = None
-    mean: torch.Tensor | None = None  # the mean of x, `[in]`
-    mean_drift: torch.Tensor | None = None  # the mean of r - x, `[in]`; None where x is the original input
-    noise: torch.Tensor | None = None  # mean squared rounding error of x, `[in]`; None where it was not measured
+    block_moments: Tensor | None = None
+    mean: Tensor | None = None  # the mean of x, `[in]`
+    mean_drift: Tensor | None = None  # the mean of r - x, `[in]`; None where x is the original input
+    noise: Tensor | None = None  # mean squared rounding error of x, `[in]`; None where it was not measured
     # mean of s xᵀ, `[out, in]`, with s the share of the residual stream's error that the layer makes up for; None where
     # it writes to no stream
-    residual: torch.Tensor | None = None
-    mean_residual: torch.Tensor | None = None  # the mean of s, `[out]`; None without `residual`
+    residual: Tensor | None = None
+    mean_residual: Tensor | None = None  # the mean of s, `[out]`; None without `residual`
     # second moment of the gradients at the layers' outputs, one after the other, or its diagonal blocks; None where it
     # was not measured
     outputs: LayerStats | None = None
 
     @property
-    def matrix(self) -> torch.Tensor:
+    def matrix(self) -> Tensor:
         """The second moment as one matrix `[in, in]`; where only blocks were kept, with zeros outside of them."""
         if self.second_moment is not None:
             return self.second_moment
         assert self.block_moments is not None
         return torch.block_diag(*self.block_moments)
 
-    def blocks(self, width: int) -> torch.Tensor:
+    def blocks(self, width: int) -> Tensor:
         """Returns the diagonal blocks of the second moment, `[in / width, width, width]`."""
         if self.block_moments is not None and self.block_moments.shape[-1] == width:
             return self.block_moments
         return diagonal_blocks(self.matrix, width)
 
-    def blocks_of(self, size: int) -> list[torch.Tensor]:
+    def blocks_of(self, size: int) -> list[Tensor]:
         """Returns the second moment as diagonal blocks, `[k, k]` each, whose sizes add up to `size`."""
         if self.block_moments is None:
             return [self.matrix]
@@ -165,7 +166,7 @@ class LayerStats:
         return replace(self, residual=residual, outputs=outputs)
 
 
-def diagonal_blocks(matrix: torch.Tensor, width: int) -> torch.Tensor:
+def diagonal_blocks(matrix: Tensor, width: int) -> Tensor:
     """Returns the diagonal blocks of a square matrix, `[blocks, width, width]`; of several, with one dimension more.
 
     A short last one is completed by an identity.
@@ -196,7 +197,7 @@ def pooled_stats(
     return before if second is None and blocks is None else LayerStats(tokens, second, None, blocks, noise=noise)
 
 
-def _plus(total: torch.Tensor | None, tensor: torch.Tensor | None, share: float) -> torch.Tensor | None:
+def _plus(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor | None:
     return add_up(total, None if tensor is None else tensor * share)
 
 
@@ -209,18 +210,18 @@ class MomentSum:
     def __init__(self, width: int | None = None) -> None:
         self.width = width
         self.tokens = 0
-        self.second: torch.Tensor | None = None
-        self.cross: torch.Tensor | None = None
-        self.residual: torch.Tensor | None = None
-        self.push: torch.Tensor | None = None
-        self.first: torch.Tensor | None = None
-        self.shift: torch.Tensor | None = None
-        self.noise: torch.Tensor | None = None
+        self.second: Tensor | None = None
+        self.cross: Tensor | None = None
+        self.residual: Tensor | None = None
+        self.push: Tensor | None = None
+        self.first: Tensor | None = None
+        self.shift: Tensor | None = None
+        self.noise: Tensor | None = None
         self.spread: MomentSpread | None = None
 
     def add(
-        self, x: torch.Tensor, drift: torch.Tensor | None = None, rows: int = 1, noise: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        self, x: Tensor, drift: Tensor | None = None, rows: int = 1, noise: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Adds one batch.
 
@@ -236,7 +237,7 @@ class MomentSum:
         self.add_products(x, drift, residual)
 
     def add_products(
-        self, x: torch.Tensor, drift: torch.Tensor | None = None, residual: torch.Tensor | None = None, *,
+        self, x: Tensor, drift: Tensor | None = None, residual: Tensor | None = None, *,
         shared: bool = False,
     ) -> None:  # fmt: skip
         """Adds one batch to the second moments only; where `shared`, this rank adds up some rows, until `gather`.
@@ -287,11 +288,7 @@ class MomentSum:
                     part.copy_(received)
 
     def add_means(
-        self,
-        x: torch.Tensor,
-        shift: torch.Tensor | None = None,
-        noise: torch.Tensor | None = None,
-        push: torch.Tensor | None = None,
+        self, x: Tensor, shift: Tensor | None = None, noise: Tensor | None = None, push: Tensor | None = None
     ) -> None:
         """Adds one batch to the sums over tokens only: of inputs, `shift` of drifts, noise and `push` of residuals."""
         self.tokens += len(x)
@@ -300,7 +297,7 @@ class MomentSum:
         self.noise = add_up(self.noise, noise)
         self.push = add_up(self.push, push)
 
-    def add_spread(self, x: torch.Tensor, rows: int) -> None:
+    def add_spread(self, x: Tensor, rows: int) -> None:
         """Adds one batch only to the spread between rows, which decides the shrinkage."""
         self.spread = self.spread or MomentSpread(x)
         self.spread.add(x, rows)
@@ -330,19 +327,19 @@ class MomentSum:
         return LayerStats(self.tokens, second, drift, residual=residual, **means)
 
 
-def total_of(x: torch.Tensor | None) -> torch.Tensor | None:
+def total_of(x: Tensor | None) -> Tensor | None:
     """Returns the sum over tokens, in float32: of 100,000 it would stop growing in BF16, at 256 times a summand."""
     return None if x is None else x.sum(0, dtype=torch.float32)
 
 
-def add_up(total: torch.Tensor | None, part: torch.Tensor | None) -> torch.Tensor | None:
+def add_up(total: Tensor | None, part: Tensor | None) -> Tensor | None:
     """Returns the sum, where None counts as zero."""
     if total is None or part is None:
         return part if total is None else total
     return total + part
 
 
-def rows_of(x: torch.Tensor) -> int:
+def rows_of(x: Tensor) -> int:
     """Returns the calibration rows in a layer's input; 1 behind a router, which gathers tokens of all rows."""
     return len(x) if x.dim() == 3 else 1
 
@@ -358,16 +355,14 @@ def _strips(size: int, device: torch.device, triangular: bool = False) -> list[t
     return [(slice(start, min(start + width, size)), owner) for start, owner in zip(starts, owners, strict=True)]
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, pairs: bool) -> None:
+def _add_product(total: Tensor, left: Tensor, right: Tensor, pairs: bool) -> None:
     if pairs:
         add_product(total, left, right)
     else:
         total += left @ right
 
 
-def static_input_scale(
-    amax: torch.Tensor, activation: Format, dtype: torch.dtype, name: str | None = None
-) -> torch.Tensor | None:
+def static_input_scale(amax: Tensor, activation: Format, dtype: torch.dtype, name: str | None = None) -> Tensor | None:
     """Returns the static scale of inputs whose largest magnitude is `amax`, both float32 scalars.
 
     None for formats that measure theirs.
@@ -389,7 +384,7 @@ def static_input_scale(
     return scale.clamp(min=info.tiny * info.eps).to(dtype).float()
 
 
-def round_activation(x: torch.Tensor, activation: Format | None, input_scale: torch.Tensor | None) -> torch.Tensor:
+def round_activation(x: Tensor, activation: Format | None, input_scale: Tensor | None) -> Tensor:
     """Returns an input as the matmul sees it; None leaves it."""
     if activation is None:
         return x

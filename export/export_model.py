@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
@@ -125,14 +125,14 @@ def export_model(
     overwrite: bool = False,
     module: nn.Module | None = None,
     tokenizer: Any = None,
-    inputs: Mapping[str, str | torch.Tensor] | None = None,
+    inputs: Mapping[str, str | Tensor] | None = None,
     shapes: str | Sequence[str] = (),
     dtype: str | None = None,
     capacity: int | None = None,
     kv_cache: str | None = None,
     lm_head: str | None = None,
     attention: str = "native",
-    data: str | Path | Sequence[str | Path] | torch.Tensor | None = None,
+    data: str | Path | Sequence[str | Path] | Tensor | None = None,
     calib_samples: int = CALIB_SAMPLES,
     seqlen: int = SEQLEN,
     genai: bool = False,
@@ -192,8 +192,8 @@ def export_model(
     graph |= {"genai": genai, "kv_cache": kv_cache, "lm_head": lm_head, "allow_fallback": allow_fallback}
     sampling = {"calib": data, "calib_samples": calib_samples, "seqlen": seqlen}
     _check_options(to, {**build, **graph, **sampling, "inputs": inputs})
-    rows: sources.Rows | torch.Tensor
-    if isinstance(data, torch.Tensor):
+    rows: sources.Rows | Tensor
+    if isinstance(data, Tensor):
         rows = data
     else:
         rows = sources.Rows(() if data is None else _several(data), calib_samples, seqlen)
@@ -208,7 +208,7 @@ def export_model(
         stack.enter_context(claimed(path))
         # Loading a model takes longer than everything that is checked here.
         own = [] if stored is None else packages_of(str(stored))
-        read = [] if isinstance(rows, torch.Tensor) else sources.packages_of_sources(rows.sources)
+        read = [] if isinstance(rows, Tensor) else sources.packages_of_sources(rows.sources)
         _check_request(to, stored, path, overwrite, [*own, *read], **build)
         graph_inputs = {name: _parsed_input(name, value) for name, value in (inputs or {}).items()} or None
         with listener.step(f"loading {model}" if stored is not None else "saving the model"):
@@ -248,7 +248,7 @@ def _check_options(kind: str, options: Mapping[str, Any]) -> None:
     for name, value in options.items():
         named = _OPTIONS.get(name, name)
         default = defaults.get(name)
-        is_given = isinstance(value, torch.Tensor) or not (value is False or value in (None, (), {}, default))
+        is_given = isinstance(value, Tensor) or not (value is False or value in (None, (), {}, default))
         if is_given and name not in KINDS[kind][1]:
             takers = [option("to", taker) for taker, (_, options_of_kind) in KINDS.items() if name in options_of_kind]
             raise UserError(f"{option('to', kind)} has no use for {option(named)}; it is for {', '.join(takers)}")
@@ -274,9 +274,9 @@ def _destination(model: Any, kind: str) -> Path:
     return path.parent / f"{path.name}{KINDS[kind][0]}"
 
 
-def _parsed_input(name: str, value: str | torch.Tensor) -> GraphInput:
+def _parsed_input(name: str, value: str | Tensor) -> GraphInput:
     """Parses `fp32:batch,3,224,224`: a dtype, and dimensions, where named ones are dynamic."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return GraphInput(value.detach().cpu(), tuple(value.shape))
     dtype, _, dims = value.partition(":")
     sizes = tuple(int(dim) if dim.isdecimal() else dim for dim in dims.split(","))
@@ -767,7 +767,7 @@ def _check_attention(job: ExportJob) -> None:
 
 
 def _measured_scales(
-    job: ExportJob, rows: sources.Rows | torch.Tensor, listener: Listener
+    job: ExportJob, rows: sources.Rows | Tensor, listener: Listener
 ) -> dict[str, AttentionScales] | None:
     """Returns the scales of attention and of the KV cache that no checkpoint holds; None if none are needed.
 
@@ -779,7 +779,7 @@ def _measured_scales(
         cache_format = attention_format = plan.attention
     elif cache_format is None or holds_cache_scales(model, cache_format):
         return None
-    if not isinstance(rows, torch.Tensor):
+    if not isinstance(rows, Tensor):
         # The dtype of everything that is not quantized, in which the model runs.
         dtype = next(model.parameters()).dtype
         source = Source(

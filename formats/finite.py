@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch import Tensor
 
 _PIECE = 1 << 20  # bytes
 _RUN = 64  # pieces that a thread takes in one go
@@ -20,12 +21,12 @@ _LARGEST = {
 _SIGNED = {8: (np.int64, torch.int64), 4: (np.int32, torch.int32), 2: (np.int16, torch.int16), 1: (np.int8, torch.int8)}
 
 
-def is_finite(x: torch.Tensor) -> bool:
+def is_finite(x: Tensor) -> bool:
     """Returns whether `x` holds neither NaN nor infinity. Integers and meta tensors do not."""
     return not _exceeds(x, *_limits(x.dtype, is_mask=False))
 
 
-def is_finite_or_mask(x: torch.Tensor) -> bool:
+def is_finite_or_mask(x: Tensor) -> bool:
     """Checks the same, but allows -infinity, which a mask that is added to scores holds."""
     return not _exceeds(x, *_limits(x.dtype, is_mask=True))
 
@@ -47,7 +48,7 @@ def _limits(dtype: torch.dtype, *, is_mask: bool) -> tuple[int | None, int | Non
     return largest, largest + 1
 
 
-def is_positive(x: torch.Tensor) -> bool:
+def is_positive(x: Tensor) -> bool:
     """Returns whether every value of a float tensor is a finite number above zero."""
     if x.device.type != "cpu" or x.is_meta:
         return x.is_meta or bool(((x > 0) & x.isfinite()).all())
@@ -55,7 +56,7 @@ def is_positive(x: torch.Tensor) -> bool:
     return not bits.size or (int(bits.min()) > 0 and int(bits.max()) <= _LARGEST[x.dtype])
 
 
-def _exceeds(x: torch.Tensor, positive: int | None, negative: int | None) -> bool:
+def _exceeds(x: Tensor, positive: int | None, negative: int | None) -> bool:
     """Returns whether the bits of a value are above `positive`, or without its sign above `negative`."""
     if positive is None or negative is None or x.is_meta:
         return False
@@ -87,11 +88,11 @@ def _bits_exceed(bits: np.ndarray, positive: int, negative: int) -> bool:
         return any(pool.map(run_exceeds, runs))
 
 
-def _bits(x: torch.Tensor) -> np.ndarray:
+def _bits(x: Tensor) -> np.ndarray:
     """Returns the bits of `x` as signed integers, flat, sharing its memory where it is contiguous."""
     return x.detach().contiguous().view(_SIGNED[x.dtype.itemsize][1]).flatten().numpy()
 
 
-def is_wide_float(tensor: torch.Tensor) -> bool:
+def is_wide_float(tensor: Tensor) -> bool:
     """Returns whether a tensor holds floating-point values of 16 bit or more; FP8 tensors are codes or scales."""
     return tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1

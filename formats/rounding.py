@@ -20,12 +20,13 @@ hold at least one bit of a real code are kept, so `n` codes take ceil(n · bits 
 """
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.formats.format import Number
 
 
-def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def pack(codes: Tensor, bits: int) -> Tensor:
     """Packs codes `[..., n]`, uint8, the bits above the low `bits` clear, into bytes `[..., ceil(n · bits / 8)]`."""
     n = codes.shape[-1]
     if bits == 4:
@@ -41,7 +42,7 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return packed.flatten(-2)[..., : -(-n * 6 // 8)].contiguous()
 
 
-def unpack(packed: torch.Tensor, bits: int, n: int) -> torch.Tensor:
+def unpack(packed: Tensor, bits: int, n: int) -> Tensor:
     """Returns codes `[..., n]`, uint8, from the bytes that `pack` made."""
     if bits == 4:
         return torch.stack([packed & 0x0F, packed >> 4], dim=-1).flatten(-2)[..., :n]
@@ -60,7 +61,7 @@ def _require_six(bits: int) -> None:
 _FP32_MANTISSA, _FP32_BIAS = 23, 127
 
 
-def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
+def encode(x: Tensor, number: Number) -> Tensor:
     """Returns the codes of the values of `number` that are nearest to `x`.
 
     The maths is in float32 (FP64 is rounded to FP32 first); `number` is not a wide dtype. The codes have the dtype
@@ -83,7 +84,7 @@ def encode(x: torch.Tensor, number: Number) -> torch.Tensor:
     return code.bitwise_or_(sign)
 
 
-def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
+def _magnitude_code(bits: Tensor, number: Number) -> Tensor:
     """Returns the codes, int32, of non-negative float32 values with these bit patterns (int32, overwritten)."""
     e_min = 1 - number.bias
     magnitude = bits.view(torch.float32)
@@ -97,7 +98,7 @@ def _magnitude_code(bits: torch.Tensor, number: Number) -> torch.Tensor:
     return code.clamp_(max=number.max_code)
 
 
-def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
+def encode_power_of_two(x: Tensor) -> Tensor:
     """Returns E8M0 codes, uint8, of non-negative `x`: the nearest exponent not below x (rounding up).
 
     Scales are rounded up so that no element of the block saturates. Zero gets the smallest scale; NaN and infinity get
@@ -111,7 +112,7 @@ def encode_power_of_two(x: torch.Tensor) -> torch.Tensor:
     return code.masked_fill_(~x.isfinite(), 255).to(torch.uint8)
 
 
-def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
+def decode(codes: Tensor, number: Number) -> Tensor:
     """Returns the values of `codes`, float32, same shape. The inverse of `encode`; also reads wide scale dtypes."""
     if codes.dtype.is_floating_point or codes.dtype is torch.int8:
         return codes.float()
@@ -120,7 +121,7 @@ def decode(codes: torch.Tensor, number: Number) -> torch.Tensor:
     return number.values().to(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
 
-def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:
+def decode_power_of_two(codes: Tensor) -> Tensor:
     """Returns 2^(code - 127), float32, from E8M0 codes (uint8). Exact: code 0 is a float32 subnormal, 255 is NaN."""
     # Both exponents have the bias 127, so a code is the exponent field; field 0 would be zero, where E8M0 has 2^-127.
     bits = codes.int() << _FP32_MANTISSA
@@ -128,7 +129,7 @@ def decode_power_of_two(codes: torch.Tensor) -> torch.Tensor:
     return torch.where(codes == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-def round_to(x: torch.Tensor, number: Number) -> torch.Tensor:
+def round_to(x: Tensor, number: Number) -> Tensor:
     """Returns `x` rounded to the grid of `number`: `decode(encode(x))`, float32, without materialising codes."""
     x = x.float()
     if number.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):

@@ -22,11 +22,12 @@ leave headroom by normalising to 256 instead of 448; `HEADROOM` says which do.
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from quant.formats.format import E2M1, E4M3, E8M0, Format
 from quant.formats.rounding import decode_power_of_two, encode_power_of_two, round_to
 
-ScaleRule = Callable[[torch.Tensor, Format, torch.Tensor], torch.Tensor]
+ScaleRule = Callable[[Tensor, Format, Tensor], Tensor]
 
 # Largest block scale, before the global scale, that amax itself is mapped to.
 HEADROOM = {"max": 448.0, "four_over_six": 256.0, "mse": 256.0}
@@ -36,17 +37,17 @@ _MIN_E4M3 = E4M3.min_subnormal
 _SHRINK = [1 - 0.01 * k for k in range(65)]
 
 
-def amax_over_blocks(blocks: torch.Tensor) -> torch.Tensor:
+def amax_over_blocks(blocks: Tensor) -> Tensor:
     """Returns the largest magnitude of each block, NaN if not finite: float32 `[..., R, 1, C, 1]`."""
     return finite_or_nan(blocks.abs().amax(dim=(-3, -1), keepdim=True))
 
 
-def finite_or_nan(x: torch.Tensor) -> torch.Tensor:
+def finite_or_nan(x: Tensor) -> Tensor:
     """Returns `x` with NaN in place of infinity."""
     return x.masked_fill(x.isinf(), torch.nan)
 
 
-def divided(x: torch.Tensor, number: float) -> torch.Tensor:
+def divided(x: Tensor, number: float) -> Tensor:
     """Returns `x / number`, correctly rounded on every device.
 
     On CUDA, PyTorch turns a division by a Python number into a product with its reciprocal, which can be one unit in
@@ -55,27 +56,27 @@ def divided(x: torch.Tensor, number: float) -> torch.Tensor:
     return x / x.new_full((), number)
 
 
-def scale_of(amax: torch.Tensor, largest: float) -> torch.Tensor:
+def scale_of(amax: Tensor, largest: float) -> Tensor:
     """Returns the float32 scale that maps magnitudes `amax` to `largest`; 1 for zero, NaN for infinity."""
     return nonzero(finite_or_nan(divided(amax.float(), largest)))
 
 
-def nonzero(scale: torch.Tensor) -> torch.Tensor:
+def nonzero(scale: Tensor) -> Tensor:
     """Returns `scale`, which is not negative, with 1 in place of zero, so that a division by it changes nothing."""
     return torch.where(scale == 0, torch.ones_like(scale), scale)
 
 
-def global_scale_of(amax: torch.Tensor, format: Format, rule: str | None = None) -> torch.Tensor:
+def global_scale_of(amax: Tensor, format: Format, rule: str | None = None) -> Tensor:
     """Returns the FP32 global scale of a matrix with the magnitude `amax`, its blocks by `rule` or that for inputs."""
     return scale_of(amax, format.element.max * HEADROOM.get(rule or format.input_rule, E4M3.max))
 
 
-def max_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+def max_rule(blocks: Tensor, format: Format, global_scale: Tensor) -> Tensor:
     """Returns scales by the rule `max`, see the module docstring."""
     return _nearest_scale(amax_over_blocks(blocks), format, global_scale)
 
 
-def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+def _nearest_scale(amax: Tensor, format: Format, global_scale: Tensor) -> Tensor:
     if format.scale is E8M0:
         return decode_power_of_two(encode_power_of_two(divided(amax, format.element.max)))
     if format.scale is E4M3:
@@ -84,7 +85,7 @@ def _nearest_scale(amax: torch.Tensor, format: Format, global_scale: torch.Tenso
     return nonzero(round_to(divided(amax, format.element.max), format.scale))
 
 
-def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+def even_rule(blocks: Tensor, format: Format, global_scale: Tensor) -> Tensor:
     """Returns scales by the rule `even`, see the module docstring."""
     _require(format, E8M0, "even")
     # Eight-bit elements too round at one mantissa bit, as in torchao and llm-compressor.
@@ -95,14 +96,14 @@ def even_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) 
     return _floor_scale(bits.view(torch.float32), format)
 
 
-def _floor_scale(amax: torch.Tensor, format: Format) -> torch.Tensor:
+def _floor_scale(amax: Tensor, format: Format) -> Tensor:
     _require(format, E8M0, "ocp")
     # The exponent field of a float32; it also names 2^128, to which an amax near the largest float32 rounds.
     exponent = (amax.view(torch.int32) >> 23) - 127 - format.element.max_exponent
     return decode_power_of_two((exponent.clamp_(-127, 127) + 127).to(torch.uint8))
 
 
-def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+def four_over_six_rule(blocks: Tensor, format: Format, global_scale: Tensor) -> Tensor:
     """Returns scales by the rule `four_over_six`, see the module docstring."""
     _require(format, E4M3, "four_over_six")
     amax = amax_over_blocks(blocks)
@@ -115,7 +116,7 @@ def four_over_six_rule(blocks: torch.Tensor, format: Format, global_scale: torch
     return torch.where(better, four, six)
 
 
-def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -> torch.Tensor:
+def mse_rule(blocks: Tensor, format: Format, global_scale: Tensor) -> Tensor:
     """Returns scales by the rule `mse`, see the module docstring."""
     amax = amax_over_blocks(blocks)
     best = _nearest_scale(amax, format, global_scale)
@@ -127,7 +128,7 @@ def mse_rule(blocks: torch.Tensor, format: Format, global_scale: torch.Tensor) -
     return best
 
 
-def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Tensor) -> list[torch.Tensor]:
+def candidate_scales(amax: Tensor, format: Format, global_scale: Tensor) -> list[Tensor]:
     """Returns the scales worth trying for blocks of largest magnitude `amax`, each of the shape of `amax`.
 
     For coded scales the list, with the scale nearest to amax / max, contains the optimum of the squared error.
@@ -154,7 +155,7 @@ def candidate_scales(amax: torch.Tensor, format: Format, global_scale: torch.Ten
     return [nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
 
 
-def _squared_error(blocks: torch.Tensor, format: Format, step: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+def _squared_error(blocks: Tensor, format: Format, step: Tensor, amax: Tensor) -> Tensor:
     """Returns the squared error of each block in units of its amax: 1e-30 and 1e30 squared are beyond float32."""
     steps = blocks / step
     error = round_to(steps, format.element).sub_(steps).square_().sum(dim=(-3, -1), keepdim=True)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -49,38 +50,38 @@ class BlockScaledTensor:
             stores the reciprocal and float32 cannot hold the inverse of that without loss.
     """
 
-    codes: torch.Tensor
-    scale: torch.Tensor
+    codes: Tensor
+    scale: Tensor
     format: Format
     shape: tuple[int, ...]
-    global_scale: torch.Tensor | None = None
+    global_scale: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of codes and scales, as `Format.nbytes` counts them."""
         return self.format.nbytes(self.shape)
 
-    def element_values(self) -> torch.Tensor:
+    def element_values(self) -> Tensor:
         """Returns decoded elements before any scale, float32 of the logical shape."""
         element, columns = self.format.element, self.shape[-1]
         if element.bits == 4:
             # One table look-up a byte gives both of its values, as the 64 bits that they are together.
             codes = self.codes.flatten().int()
             # A table that stays on a GPU: to copy it would wait for the GPU. Traced tensors get one of their own.
-            on_gpu = codes.is_cuda and type(codes) is torch.Tensor
+            on_gpu = codes.is_cuda and type(codes) is Tensor
             table = _table_on(element, codes.device) if on_gpu else _pair_table(element).to(codes.device)
             pairs = table.index_select(0, codes).view(torch.float32)
             return pairs.view(*self.codes.shape[:-1], -1)[..., :columns]
         is_packed = element.bits == 6 and element.torch_dtype is None
         return decode(unpack(self.codes, 6, columns) if is_packed else self.codes, element)
 
-    def scale_values(self) -> torch.Tensor:
+    def scale_values(self) -> Tensor:
         """Returns block scale times global scale, rounded once to float32, of the shape of `scale`."""
         if self.format.has_packed_scales:
             return decode_scales(self.scale, self.format)[0]
         return _step(decode(self.scale, self.format.scale), self.global_scale)
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns the values, `[..., out, in]`, in `dtype`.
 
         In float64 they are exact, since element · block scale · global scale has at most 32 bits of mantissa where the
@@ -130,7 +131,7 @@ def moved(record: Record, device: torch.device | str | None = None, dtype: torch
     """
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             return leaf.to(device, dtype if leaf.is_floating_point() else None)
         if isinstance(leaf, UserDict):
             mapping = leaf if dtype is None else copy.copy(leaf)
@@ -150,12 +151,7 @@ def moved(record: Record, device: torch.device | str | None = None, dtype: torch
 
 
 def quantize(
-    weight: torch.Tensor,
-    format: Format,
-    *,
-    rule: str = "max",
-    global_scale: torch.Tensor | None = None,
-    name: str = "tensor",
+    weight: Tensor, format: Format, *, rule: str = "max", global_scale: Tensor | None = None, name: str = "tensor"
 ) -> BlockScaledTensor:
     """Quantizes `weight` to `format`: block scales by `rule`, elements rounded to nearest even.
 
@@ -184,9 +180,7 @@ def quantize(
     return quantize_with_scale(weight, format, scale, global_scale)
 
 
-def choose_scale(
-    weight: torch.Tensor, format: Format, rule: str, amax: torch.Tensor, global_scale: torch.Tensor | None
-) -> torch.Tensor:
+def choose_scale(weight: Tensor, format: Format, rule: str, amax: Tensor, global_scale: Tensor | None) -> Tensor:
     """Returns the block scale values of `weight` by `rule`: float32 of shape `format.scale_shape(weight.shape)`.
 
     `weight` `[..., out, in]` is finite; `amax`, its largest magnitudes, and `global_scale` are of `weight.shape[:-2]`.
@@ -217,9 +211,7 @@ def choose_scale(
     return scale
 
 
-def _choose_rows(
-    weight: torch.Tensor, format: Format, rule: ScaleRule, second: torch.Tensor, scale: torch.Tensor, *part: int
-) -> None:
+def _choose_rows(weight: Tensor, format: Format, rule: ScaleRule, second: Tensor, scale: Tensor, *part: int) -> None:
     """Fills the rows `part` of the scales of a matrix."""
     height, width = format.block_shape(weight.shape)
     first, last = part
@@ -230,7 +222,7 @@ def _choose_rows(
 
 
 def quantize_with_scale(
-    weight: torch.Tensor, format: Format, scale: torch.Tensor, global_scale: torch.Tensor | None = None
+    weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None = None
 ) -> BlockScaledTensor:
     """Rounds `weight` against block scales that are already chosen.
 
@@ -255,7 +247,7 @@ def quantize_with_scale(
     return BlockScaledTensor(codes, stored, format, tuple(weight.shape), global_scale)
 
 
-def _decode_rows(matrix: BlockScaledTensor, out: torch.Tensor, *part: int) -> None:
+def _decode_rows(matrix: BlockScaledTensor, out: Tensor, *part: int) -> None:
     """Fills the rows `part` of `out` with the values of a matrix."""
     height, width = matrix.format.block_shape(matrix.shape)
     computed = torch.promote_types(out.dtype, torch.float32)
@@ -278,9 +270,7 @@ def _decode_rows(matrix: BlockScaledTensor, out: torch.Tensor, *part: int) -> No
         out[chunk] = _from_blocks(blocks, *codes.shape)
 
 
-def _encode_rows(
-    weight: torch.Tensor, format: Format, width: int, step: torch.Tensor, codes: torch.Tensor, *part: int
-) -> None:
+def _encode_rows(weight: Tensor, format: Format, width: int, step: Tensor, codes: Tensor, *part: int) -> None:
     """Fills the rows `part` of the codes of a matrix, whose blocks are `width` columns wide."""
     for chunk in _row_chunks(weight, *part):
         # A row at a time even where blocks are squares: scales are already repeated for each row.
@@ -291,12 +281,12 @@ def _encode_rows(
 
 
 def round_with_scale(
-    weight: torch.Tensor,
+    weight: Tensor,
     format: Format,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None = None,
+    scale: Tensor,
+    global_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model."""
     if format.has_packed_scales:
         return quantize_with_scale(weight, format, scale).dequantize(dtype)
@@ -311,9 +301,7 @@ def round_with_scale(
     return out
 
 
-def _round_rows(
-    weight: torch.Tensor, format: Format, width: int, step: torch.Tensor, out: torch.Tensor, *part: int
-) -> None:
+def _round_rows(weight: Tensor, format: Format, width: int, step: Tensor, out: Tensor, *part: int) -> None:
     """Fills the rows `part` of a rounded matrix, whose blocks are `width` columns wide."""
     for chunk in _row_chunks(weight, *part):
         each = step[chunk, None, :, None]
@@ -323,7 +311,7 @@ def _round_rows(
         out[chunk] = _from_blocks(rounded, chunk.stop - chunk.start, weight.shape[1])
 
 
-def _step(scale: torch.Tensor, global_scale: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def _step(scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Returns block scale times global scale, rounded once to `dtype`."""
     if global_scale is None:
         return scale.to(dtype)
@@ -332,8 +320,8 @@ def _step(scale: torch.Tensor, global_scale: torch.Tensor | None, dtype: torch.d
 
 
 def fake_quantize(
-    x: torch.Tensor, format: Format, *, scale: torch.Tensor | None = None, global_scale: torch.Tensor | None = None
-) -> torch.Tensor:
+    x: Tensor, format: Format, *, scale: Tensor | None = None, global_scale: Tensor | None = None
+) -> Tensor:
     """Returns `x` rounded to the values that `format` can hold, in its own dtype: the activation a matmul really sees.
 
     NaN and infinity make everything NaN that shares their scale, or, under a static `scale`, themselves.
@@ -353,14 +341,14 @@ def fake_quantize(
     return _from_blocks(values, *rows.shape).reshape(x.shape).to(x.dtype)
 
 
-def round_activation(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+def round_activation(x: Tensor, format: Format, input_scale: Tensor | None) -> Tensor:
     """Returns `fake_quantize` with a layer's input scale: the global one where the format has it, else the scale."""
     if format.global_scale:
         return fake_quantize(x, format, global_scale=input_scale)
     return fake_quantize(x, format, scale=input_scale)
 
 
-def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
+def checked_amax(weight: Tensor, name: str) -> Tensor:
     """Returns the largest magnitude of each matrix, float32 `weight.shape[:-2]`; ValueError if it is not finite."""
     shape = list(weight.shape)
     if not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
@@ -377,7 +365,7 @@ def checked_amax(weight: torch.Tensor, name: str) -> torch.Tensor:
     return amax
 
 
-def _row_chunks(x: torch.Tensor, start: int, stop: int, multiple: int = 1) -> Iterator[slice]:
+def _row_chunks(x: Tensor, start: int, stop: int, multiple: int = 1) -> Iterator[slice]:
     """Yields slices of rows, a multiple of `multiple` long, of about as many elements as suit the device."""
     elements = _GPU_CHUNK_ELEMENTS if x.is_cuda else _CHUNK_ELEMENTS
     step = max(elements // max(x.shape[1], 1) // multiple, 1) * multiple
@@ -385,7 +373,7 @@ def _row_chunks(x: torch.Tensor, start: int, stop: int, multiple: int = 1) -> It
         yield slice(first, min(first + step, stop))
 
 
-def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+def _to_blocks(x: Tensor, block: tuple[int, int]) -> Tensor:
     """Returns `[rows, columns]` as blocks `[R, block rows, C, block columns]`, short last blocks padded with zeros."""
     rows, columns = x.shape
     if rows % block[0] or columns % block[1]:
@@ -393,18 +381,18 @@ def _to_blocks(x: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     return x.view(x.shape[0] // block[0], block[0], x.shape[1] // block[1], block[1])
 
 
-def _from_blocks(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _from_blocks(blocks: Tensor, rows: int, columns: int) -> Tensor:
     return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
 @cache
-def _table_on(number: Number, device: torch.device) -> torch.Tensor:
+def _table_on(number: Number, device: torch.device) -> Tensor:
     with torch.inference_mode(False):
         return _pair_table(number).to(device)
 
 
 @cache
-def _pair_table(number: Number) -> torch.Tensor:
+def _pair_table(number: Number) -> Tensor:
     """Returns both values of each byte of packed 4-bit codes, low nibble first, as bits of float32: int64 `[256]`."""
     byte = torch.arange(256, dtype=torch.uint8, device="cpu")
     values = number.values()

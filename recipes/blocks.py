@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
@@ -62,7 +62,7 @@ class Call:
     streams: tuple[Stream, ...] = ()  # of a block that hands on several tensors, or another one than its first
 
     @property
-    def hidden(self) -> torch.Tensor:
+    def hidden(self) -> Tensor:
         """The hidden state; the tokens `[batch, tokens, features]` of all streams, one after the other."""
         if self.streams:
             return torch.cat(
@@ -70,7 +70,7 @@ class Call:
             )
         return self.args[self.slot] if isinstance(self.slot, int) else self.kwargs[self.slot]
 
-    def with_hidden(self, hidden: torch.Tensor) -> Self:
+    def with_hidden(self, hidden: Tensor) -> Self:
         """Returns the same call on another hidden state; without tokens, where it is empty."""
         if not self.streams:
             return self.with_arguments({self.slot: hidden})
@@ -78,13 +78,13 @@ class Call:
         parts = hidden.split(sizes, 1) if hidden.numel() else [hidden] * len(sizes)
         return self.with_arguments({stream.slot: part for stream, part in zip(self.streams, parts, strict=True)})
 
-    def output(self, result: Any) -> torch.Tensor:
+    def output(self, result: Any) -> Tensor:
         """Returns the hidden state in the result of this call."""
         if not self.streams:
             return output_of(result)
         parts = _tensors_of(result)
         # The last block of Stable Diffusion 3 gives no text, which nobody reads behind it.
-        return torch.cat([parts[s.result] for s in self.streams if isinstance(parts[s.result], torch.Tensor)], 1)
+        return torch.cat([parts[s.result] for s in self.streams if isinstance(parts[s.result], Tensor)], 1)
 
     def with_arguments(self, values: Mapping[int | str, Any]) -> Self:
         """Returns the same call with other arguments at some positions or under some keywords."""
@@ -108,7 +108,7 @@ def all_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any
     return (*args, *kwargs.values())
 
 
-def output_of(result: Any) -> torch.Tensor:
+def output_of(result: Any) -> Tensor:
     """Returns the hidden state of a block's result: the tensor, or the first of a tuple or of a model output."""
     if isinstance(result, Mapping):
         result = tuple(result.values())
@@ -127,7 +127,7 @@ def _streams(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
     None where the hidden state of the call is not among them: a refiner of the prompt gives no image.
     """
     results = _tensors_of(result)
-    like = next((each for each in results if isinstance(each, torch.Tensor)), None)
+    like = next((each for each in results if isinstance(each, Tensor)), None)
     if like is None or like.dim() < 2:
         return ()
     streams = tuple(
@@ -135,7 +135,7 @@ def _streams(result: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> t
         for slot, value in _by_slot(args, kwargs).items()
         for index, each in enumerate(results)
         if each is value
-        and isinstance(value, torch.Tensor)
+        and isinstance(value, Tensor)
         and value.dim() == like.dim()
         # Not the bias of positions of T5, nor keys and values.
         and (value.shape[0], value.shape[2:], value.dtype) == (like.shape[0], like.shape[2:], like.dtype)
@@ -149,7 +149,7 @@ def _slot_of_hidden(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int | s
     Every known block takes it there.
     """
     values = _by_slot(args, kwargs).items()
-    return next((slot for slot, v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+    return next((slot for slot, v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
 def _by_slot(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
@@ -163,7 +163,7 @@ def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
     return {"cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values": cache}
 
 
-def position_argument(model: Any, ids: torch.Tensor, begin: int) -> dict[str, Any]:
+def position_argument(model: Any, ids: Tensor, begin: int) -> dict[str, Any]:
     """Returns the positions of ids `[batch, tokens]` from `begin` on as a keyword argument, if a model takes them.
 
     Bamba begins at 0 in every step over its cache, unless it is told.
@@ -231,7 +231,7 @@ def _is_linear(module: nn.Module) -> bool:
 def without_experts(model: nn.Module, blocks: Iterable[str]) -> Iterator[None]:
     """Lets modules that read experts from their files (60 GB for Qwen3-30B-A3B) return zeros while open."""
 
-    def zeros(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def zeros(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return torch.zeros_like(hidden_states)
 
     with ExitStack() as stack:
@@ -316,7 +316,7 @@ def capture(model: nn.Module, names: Sequence[str], run: Callable[[], Any]) -> d
 def _joint(call: Call, streams: Sequence[Stream]) -> Call:
     """Returns a call with the streams that the blocks around it have, where it takes all of them."""
     arguments = _by_slot(call.args, call.kwargs)
-    if not all(isinstance(arguments.get(stream.slot), torch.Tensor) for stream in streams):
+    if not all(isinstance(arguments.get(stream.slot), Tensor) for stream in streams):
         return call
     return replace(call, streams=tuple(replace(s, tokens=arguments[s.slot].shape[1]) for s in streams))
 
@@ -375,11 +375,11 @@ def equal_but_hidden(a: Call, b: Call) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
     if isinstance(a, UserDict) and isinstance(b, UserDict):
         return not a and not b  # filled ones hold tensors of their own batch
-    return a is b or (not isinstance(a, torch.Tensor) and not isinstance(b, torch.Tensor) and bool(a == b))
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))
 
 
 class Substitute(nn.Module):
@@ -402,14 +402,14 @@ class Substitute(nn.Module):
             return getattr(replaced, name)
 
 
-def other_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tensor | None]) -> dict[str, torch.Tensor]:
+def other_tensors(model: nn.Module, change: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor]:
     """Returns `change(tensor)` for the parameters and buffers of a model, by name, where that is not None.
 
     A tensor of several modules is changed once, and has a name in each of them. A module that is held in several places
     (two blocks with one MLP) has one name, the first: PyTorch's `functional_call` exchanges a tensor once for each of
     its names, takes the new one for the original the second time, and leaves it in the module (torch 2.11 to 2.15).
     """
-    changed: dict[int, torch.Tensor | None] = {}
+    changed: dict[int, Tensor | None] = {}
     named = {}
     for path, module in model.named_modules():  # each module once
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
@@ -422,7 +422,7 @@ def other_tensors(model: nn.Module, change: Callable[[torch.Tensor], torch.Tenso
     return named
 
 
-def run_with(module: nn.Module, tensors: Mapping[str, torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+def run_with(module: nn.Module, tensors: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     """Returns the result of `module` with `tensors` of `other_tensors` in place of its own."""
     return functional_call(module, dict(tensors), args, kwargs, tie_weights=False)
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
@@ -167,7 +167,7 @@ def _quantized_by(module: nn.Module) -> str | None:
         return _TOOLKITS["compressed_tensors"]
     weight = own.get("weight")
     # Matrices of bytes hold packed codes; a vector of integers, such as a table of positions, may be the model's own.
-    is_packed = isinstance(weight, torch.Tensor) and weight.dim() > 1 and weight.dtype in (torch.int8, torch.uint8)
+    is_packed = isinstance(weight, Tensor) and weight.dim() > 1 and weight.dtype in (torch.int8, torch.uint8)
     if is_packed or any(own.get(name) is not None for name in _PACKED):
         return f"another toolkit (it is a {type(module).__name__})"
     return None

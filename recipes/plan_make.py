@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, listed, option
 from quant.base.torch_modes import in_own_modes
@@ -280,7 +280,7 @@ def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
     Experts that are in their files are left out: which of them run depends on values.
     """
 
-    def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    def on_meta(tensor: Tensor) -> Tensor:
         casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         return tensor.to("meta", dtype if casts else None)
 

@@ -38,7 +38,7 @@ from typing import Concatenate, ParamSpec, TypeVar, Unpack
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, option
 from quant.base.listener import Progress
@@ -251,7 +251,7 @@ def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Conc
 @_on_linears
 def allocate(
     model: nn.Module,
-    rows: torch.Tensor,
+    rows: Tensor,
     goal: Goal,
     *,
     held_out: HeldOut | None = None,
@@ -331,7 +331,7 @@ def allocate(
 def make_loop(
     model: nn.Module,
     space: Space,
-    rows: torch.Tensor,
+    rows: Tensor,
     held_out: HeldOut | None,
     goal: Goal,
     counts: Counts,
@@ -369,7 +369,7 @@ def make_loop(
 @_on_linears
 def score(
     model: nn.Module,
-    rows: torch.Tensor,
+    rows: Tensor,
     *,
     device: Device = None,
     progress: Progress | None = None,
@@ -392,7 +392,7 @@ def check_feasible(model: nn.Module, goal: Goal, **options: Unpack[OptionArgumen
     space.explain(goal, space.problem())
 
 
-def _scoring(model: nn.Module, space: Space, rows: torch.Tensor, options: Options, session: Session) -> Scoring:
+def _scoring(model: nn.Module, space: Space, rows: Tensor, options: Options, session: Session) -> Scoring:
     """Returns how groups are scored: with the solver itself, or with a stand-in and solutions for each group from data.
 
     A switchable model rounds with a solver that needs no data. Groups are solved one by one for a solver that works
@@ -433,7 +433,7 @@ class RealSolver:
 
     model: nn.Module
     loop: Loop
-    rows: torch.Tensor  # calibration rows, int64 `[rows, seqlen]`
+    rows: Tensor  # calibration rows, int64 `[rows, seqlen]`
     dtype: torch.dtype | None
     session: Session
     uniform: dict[str, float] = field(default_factory=dict)  # measured losses of single formats, by format
@@ -589,7 +589,7 @@ def better_where_solved(real: RealSolver, present: MeasuredChoice, rows: int) ->
         return loop.change(present, choice, before, after)
 
 
-def _solutions(real: RealSolver, choice: np.ndarray, rows: torch.Tensor) -> dict[Key, GroupSolution]:
+def _solutions(real: RealSolver, choice: np.ndarray, rows: Tensor) -> dict[Key, GroupSolution]:
     """Returns the groups of a choice as the plan's solver solves them in the whole model."""
     plan, space = real.loop.plan(choice), real.loop.space
     plan = plan.replace_layers(replace(layer, solver=_SOLVER) for layer in plan.quantized)

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, option
 from quant.calibration.allocation.goal import BudgetKind, CurvePoint, Goal, Round, Space, Uniform, Verified, key_of
@@ -176,12 +176,12 @@ class HeldOut:
     calibration rows      a quarter chooses and a quarter verifies, drawn once; the solver works with the other half
     """
 
-    check: Mapping[str, torch.Tensor]
-    verify: Mapping[str, torch.Tensor]  # rows for the loss of the final choice; empty where nothing is verified
+    check: Mapping[str, Tensor]
+    verify: Mapping[str, Tensor]  # rows for the loss of the final choice; empty where nothing is verified
     task: tuple[Answers, Answers] | None = None  # questions to choose on and to verify with, of a limit on a task
 
     @classmethod
-    def halves(cls, texts: Mapping[str, torch.Tensor]) -> HeldOut:
+    def halves(cls, texts: Mapping[str, Tensor]) -> HeldOut:
         """Returns both parts of texts that are held out."""
         for name, rows in texts.items():
             if len(rows) < 2:
@@ -194,7 +194,7 @@ class HeldOut:
         return cls(check, {name: rows[len(rows) // 2 :] for name, rows in texts.items()})
 
     @classmethod
-    def from_calibration(cls, rows: torch.Tensor) -> tuple[torch.Tensor, HeldOut]:
+    def from_calibration(cls, rows: Tensor) -> tuple[Tensor, HeldOut]:
         """Returns the rows that are left to calibrate with, and both parts taken out of them."""
         if len(rows) < 3:
             raise UserError(
@@ -211,7 +211,7 @@ class HeldOut:
         return calibration, cls({_CALIBRATION: check}, {_CALIBRATION: verify})
 
     @classmethod
-    def without_verification(cls, check: torch.Tensor) -> HeldOut:
+    def without_verification(cls, check: Tensor) -> HeldOut:
         """Returns the calibration rows that a budget is checked on."""
         return cls({_CALIBRATION: check}, {})
 
@@ -260,7 +260,7 @@ class Bench:
     space: Space
     divergence: Divergence
     held_out: HeldOut
-    searched: torch.Tensor
+    searched: Tensor
     session: Session
     expected: int = 0
     allowed: float = math.inf  # the loss that a limit allows
@@ -435,12 +435,12 @@ def uniform_choices(problem: KnapsackProblem) -> dict[str, np.ndarray]:
     }
 
 
-def _nlls_of(divergence: Divergence, texts: Mapping[str, torch.Tensor]) -> dict[str, float]:
+def _nlls_of(divergence: Divergence, texts: Mapping[str, Tensor]) -> dict[str, float]:
     """Returns the mean negative log-likelihood of a model's next tokens on each text."""
     return {name: fmean(_row_nlls(divergence, rows)) for name, rows in texts.items()}
 
 
-def _row_nlls(divergence: Divergence, rows: torch.Tensor) -> list[float]:
+def _row_nlls(divergence: Divergence, rows: Tensor) -> list[float]:
     """Returns the mean negative log-likelihood of the next tokens of each row."""
     assert isinstance(divergence, NextToken)
     return [divergence.nll(row, i) / divergence.count(row) for i, row in enumerate(rows.split(1))]

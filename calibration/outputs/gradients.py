@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -69,7 +69,7 @@ class OutputMoments:
     missing: dict[str, str] = field(default_factory=dict)
     # by group the weights of the tokens of each batch of this rank, float32 `[tokens]`, on average 1 over all ranks.
     # None of groups that see a token never or twice, and none where some batch had no gradient
-    token_weights: dict[str, list[torch.Tensor]] = field(default_factory=dict)
+    token_weights: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 def output_moments(
@@ -102,7 +102,7 @@ def output_moments(
         sums[members[0].name] = MomentSum(None if count <= 1 else -(-size // count // 16) * 16)
     device = session.device or device_of(model)
     if draws is None:
-        rows = sum(gathered(sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)))
+        rows = sum(gathered(sum(len(batch) if isinstance(batch, Tensor) else 1 for batch in batches)))
         draws = labels_drawn(rows, on_gpu=device.type == "cuda")
     failure, powers = "", {}
     try:
@@ -134,7 +134,7 @@ def labels_drawn(rows: int, *, on_gpu: bool) -> int:
     return max(min(_ROWS_OF_ONE_DRAW // max(rows, 1), _DRAWS), 1) if on_gpu else 1
 
 
-def _token_weights(powers: Mapping[str, list[torch.Tensor]], exchange: Exchange) -> dict[str, list[torch.Tensor]]:
+def _token_weights(powers: Mapping[str, list[Tensor]], exchange: Exchange) -> dict[str, list[Tensor]]:
     """Returns √|g| of tokens by group and batch, on average 1, from the mean |g|² of each."""
     everywhere = gathered(list(powers))
     names = [name for name in everywhere[0] if all(name in of_rank for of_rank in everywhere)]
@@ -203,18 +203,18 @@ class _Pass:
         self.model, self.groups, self.sums, self.session = model, groups, sums, session
         self.device = session.device or device_of(model)
         self.logits = Logits(model, output_head(model))
-        self.leaves: list[torch.Tensor] = []
+        self.leaves: list[Tensor] = []
         self.forward_runs = False
-        self.pending: dict[str, dict[str, torch.Tensor]] = {}
-        self.drawn: dict[str, list[torch.Tensor]] = {}
+        self.pending: dict[str, dict[str, Tensor]] = {}
+        self.drawn: dict[str, list[Tensor]] = {}
 
-    def run(self, batches: Sequence[Any], draws: int) -> dict[str, list[torch.Tensor]]:
+    def run(self, batches: Sequence[Any], draws: int) -> dict[str, list[Tensor]]:
         """Adds the gradients of all batches to the sums; for each token `draws` labels are drawn.
 
         Returns by group, for each batch, the mean of |g|² over the draws, clipped as for A, `[tokens]`: none of
         experts, of groups that are not called once a pass, and none where not all batches ran.
         """
-        powers: dict[str, list[torch.Tensor]] = {}
+        powers: dict[str, list[Tensor]] = {}
         linear = [members for members in self.groups if members[0].kind != LayerKind.EXPERTS]
         handles = [
             self.model.get_submodule(member.name).register_forward_hook(self._watch(members, member))
@@ -253,15 +253,15 @@ class _Pass:
         if self.device.type != "cuda":
             rows = sum(map(len, batches))
             return list(batches)[:: max(-(-rows // _ROWS_ON_CPU), 1)]
-        if not batches or not all(isinstance(b, torch.Tensor) for b in batches):
+        if not batches or not all(isinstance(b, Tensor) for b in batches):
             return batches
         if batches[0].dim() != 2 or batches[0].is_floating_point():
             return batches
         return list(torch.cat(list(batches)).split(max(_TOGETHER // batches[0].shape[1], 1)))
 
-    def _forward(self, batch: Any) -> tuple[torch.Tensor, Callable[[torch.Generator], torch.Tensor]]:
+    def _forward(self, batch: Any) -> tuple[Tensor, Callable[[torch.Generator], Tensor]]:
         """Returns the last tensor with a graph, and a function that draws a gradient for it."""
-        if isinstance(batch, torch.Tensor) and not batch.is_floating_point() and self.logits.head is not None:
+        if isinstance(batch, Tensor) and not batch.is_floating_point() and self.logits.head is not None:
             with torch.no_grad():
                 self.logits.decide(batch)
             if self.logits.split:
@@ -276,7 +276,7 @@ class _Pass:
         draw = partial(torch.randn, output.shape, device=output.device, dtype=output.dtype)
         return output, lambda generator: draw(generator=generator)
 
-    def _head_gradient(self, hidden: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    def _head_gradient(self, hidden: Tensor, generator: torch.Generator) -> Tensor:
         """Returns the gradient for the head's inputs; slice by slice, because logits of all positions would not fit."""
         gradient, head = torch.empty_like(hidden), self.logits.head
         assert head is not None
@@ -291,7 +291,7 @@ class _Pass:
     def _watch(self, members: Sequence[LayerPlan], member: LayerPlan) -> Callable[..., Any]:
         return lambda module, args, out: self._with_gradient(out, partial(self._add, members, member.name))
 
-    def _with_gradient(self, out: torch.Tensor, add: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def _with_gradient(self, out: Tensor, add: Callable[[Tensor], None]) -> Tensor:
         """Returns the output of a layer, whose gradient `add` will be called with."""
         if not torch.is_grad_enabled():
             return out
@@ -320,8 +320,8 @@ class _Pass:
             yield
 
     def _after_expert(
-        self, module: nn.Module, planned: Mapping[str, Sequence[LayerPlan]], name: str, expert: int, y: torch.Tensor
-    ) -> torch.Tensor:
+        self, module: nn.Module, planned: Mapping[str, Sequence[LayerPlan]], name: str, expert: int, y: Tensor
+    ) -> Tensor:
         if name not in planned:
             return y
         members, rows = planned[name], torch.arange(y.shape[-1], device="cpu")
@@ -329,7 +329,7 @@ class _Pass:
         order = stacking_of_experts(module, name).outputs(rows).argsort().to(y.device)
         return self._with_gradient(y, lambda gradient: self._add(members, members[0].name, gradient[:, order]))
 
-    def _add(self, members: Sequence[LayerPlan], name: str, gradient: torch.Tensor) -> None:
+    def _add(self, members: Sequence[LayerPlan], name: str, gradient: Tensor) -> None:
         key = members[0].name
         pending = self.pending.setdefault(key, {})
         pending[name] = gradient.detach()
@@ -361,10 +361,10 @@ class _Pass:
         tensors = self._elsewhere(block)
         return self._run_with(block, tensors, forward, *args, **kwargs) if tensors else forward(*args, **kwargs)
 
-    def _elsewhere(self, module: nn.Module) -> dict[str, torch.Tensor]:
+    def _elsewhere(self, module: nn.Module) -> dict[str, Tensor]:
         """Returns the tensors of a module that it has to be called with instead of its own: on the device, or wider."""
 
-        def elsewhere(tensor: torch.Tensor) -> torch.Tensor | None:
+        def elsewhere(tensor: Tensor) -> Tensor | None:
             if tensor.is_meta:
                 return None  # experts that are still in their files, which read themselves
             dtype = torch.float32 if self.device.type == "cpu" and tensor.dtype in NARROW else tensor.dtype
@@ -374,19 +374,14 @@ class _Pass:
         return other_tensors(module, elsewhere)
 
     def _run_with(
-        self,
-        module: nn.Module,
-        tensors: dict[str, torch.Tensor],
-        forward: Callable[..., Any],
-        *args: Any,
-        **kwargs: Any,
+        self, module: nn.Module, tensors: dict[str, Tensor], forward: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
         """Runs `forward` of a module with other tensors; its result is as narrow as its inputs."""
         narrow = next((v.dtype for v in (*args, *kwargs.values()) if _is_narrow(v)), None)
         wide = torch.float32 if self.device.type == "cpu" else narrow
 
         def moved(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor):
+            if not isinstance(value, Tensor):
                 return value
             return value.to(self.device, wide if _is_narrow(value) else None)
 
@@ -395,12 +390,12 @@ class _Pass:
             result = run_with(module, tensors, *args, **kwargs)
         if narrow is None or wide is narrow:
             return result
-        return tree_map(lambda v: v.to(narrow) if isinstance(v, torch.Tensor) and v.dtype is wide else v, result)
+        return tree_map(lambda v: v.to(narrow) if isinstance(v, Tensor) and v.dtype is wide else v, result)
 
 
-def _by_batch(parts: list[torch.Tensor], batches: Sequence[Any]) -> list[torch.Tensor]:
+def _by_batch(parts: list[Tensor], batches: Sequence[Any]) -> list[Tensor]:
     """Returns values of tokens, which came in other parts, batch by batch; none if some tokens have none."""
-    if all(isinstance(batch, torch.Tensor) and not batch.is_floating_point() for batch in batches):
+    if all(isinstance(batch, Tensor) and not batch.is_floating_point() for batch in batches):
         counts = [batch.numel() for batch in batches]
         values = torch.cat(parts)
         return list(values.split(counts)) if len(values) == sum(counts) else []
@@ -408,21 +403,21 @@ def _by_batch(parts: list[torch.Tensor], batches: Sequence[Any]) -> list[torch.T
 
 
 def _is_narrow(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dtype in NARROW
+    return isinstance(value, Tensor) and value.dtype in NARROW
 
 
-def _label_gradient(logits: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def _label_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
     """Returns the gradient of ln p(label) with labels drawn from p, for logits `[..., classes]`: one-hot less p."""
     probabilities = logits.float().softmax(-1).flatten(0, -2)
     if not bool(torch.isfinite(probabilities.sum())):
         raise ValueError("its logits hold NaN or infinity")
     labels = drawn(probabilities, generator)
-    gradient: torch.Tensor = probabilities.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float32))
+    gradient: Tensor = probabilities.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float32))
     return gradient.view(logits.shape).to(logits.dtype)
 
 
-def _clipped(gradients: torch.Tensor) -> torch.Tensor:
+def _clipped(gradients: Tensor) -> Tensor:
     """Returns `[tokens, out]` with no token larger than `CLIP` times the median."""
     size = gradients.norm(dim=1, keepdim=True)
-    scale: torch.Tensor = (CLIP * size.median() / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
+    scale: Tensor = (CLIP * size.median() / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
     return gradients * scale

@@ -7,7 +7,7 @@ model's own forward on a few tokens, and if the two differ, the whole model comp
 """
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError
 from quant.calibration.attention_names import text_config
@@ -33,12 +33,12 @@ class Logits:
         self.vocabulary: int | None = None
         self.cap: float | None = getattr(text_config(getattr(model, "config", None)), "final_logit_softcapping", None)
 
-    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+    def hidden(self, rows: Tensor) -> Tensor:
         """Returns the inputs of the head `[positions, hidden]`, or logits `[positions, vocabulary]` otherwise."""
         self.decide(rows)
         return (self._before_head(rows) if self.split else logits_of(self.model, rows))[:, :-1].flatten(0, 1)
 
-    def decide(self, rows: torch.Tensor) -> None:
+    def decide(self, rows: Tensor) -> None:
         """Tests on a few tokens of `rows`, unless a test was made before, whether the head can be split off."""
         if self.split is None:
             few = trial_rows(rows)
@@ -49,7 +49,7 @@ class Logits:
             is_same = expected.shape == split.shape
             self.split = is_same and bool((expected - split).abs().max() <= 0.01 * expected.abs().max())
 
-    def parts(self, hidden: torch.Tensor, *, with_gradient: bool = True) -> list[slice]:
+    def parts(self, hidden: Tensor, *, with_gradient: bool = True) -> list[slice]:
         """Returns the slices of positions, each with about as many logits as suit the device."""
         if self.vocabulary is None:
             with torch.no_grad():
@@ -61,26 +61,26 @@ class Logits:
         step = max(elements // self.vocabulary, 1)
         return [slice(start, min(start + step, len(hidden))) for start in range(0, len(hidden), step)]
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits `[positions, vocabulary]` from the result of `hidden`."""
         return self._head(hidden) if self.split else hidden
 
-    def logp(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logp(self, hidden: Tensor) -> Tensor:
         """Returns log-probabilities, float32."""
         return self.logits(hidden).float().log_softmax(dim=-1)
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _head(self, hidden: Tensor) -> Tensor:
         assert self.head is not None
         return self.capped(self.head(hidden))
 
-    def capped(self, logits: torch.Tensor) -> torch.Tensor:
+    def capped(self, logits: Tensor) -> Tensor:
         """Returns the head's output after the model's soft cap, if it has one."""
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
-    def _before_head(self, rows: torch.Tensor) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
+    def _before_head(self, rows: Tensor) -> Tensor:
+        seen: list[Tensor] = []
 
-        def stand_in(hidden: torch.Tensor) -> torch.Tensor:
+        def stand_in(hidden: Tensor) -> Tensor:
             seen.append(hidden)
             # One column: the model may still slice or scale its "logits" by position.
             return hidden[..., :1].detach()
@@ -91,7 +91,7 @@ class Logits:
         return seen[-1]
 
 
-def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+def logits_of(model: nn.Module, rows: Tensor) -> Tensor:
     """Returns the logits of a model for token ids, or the first of its outputs if it has no logits."""
     result = model(rows)
     return result.logits if hasattr(result, "logits") else output_of(result)
@@ -100,14 +100,14 @@ def logits_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 # Checks, with a forward pass over two tokens, whether a model can be evaluated on rows of token ids.
 
 
-def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
+def check_evaluable(model: nn.Module, rows: Tensor | Inputs) -> None:
     """Refuses a model that `evaluate` cannot measure on `rows`, before hours are spent on quantizing it.
 
     Inputs of other kinds are not tried: one call with them may take long.
     """
     if isinstance(rows, Inputs):
         return
-    if not isinstance(rows, torch.Tensor):
+    if not isinstance(rows, Tensor):
         raise UserError(
             f"evaluate takes token ids [rows, tokens], and this is a {type(rows).__name__}: cut a text into rows with "
             "quant.token_rows(FILE, tokenizer, samples=16, seqlen=512)"
@@ -126,7 +126,7 @@ def check_evaluable(model: nn.Module, rows: torch.Tensor | Inputs) -> None:
         )
 
 
-def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
+def run_probe(model: nn.Module, probe: Tensor) -> Tensor:
     """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output if it has none."""
     try:
         with torch.no_grad():
@@ -135,7 +135,7 @@ def run_probe(model: nn.Module, probe: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"it does not run on token ids ({' '.join(str(error).split())})") from error
 
 
-def predicts_tokens(model: nn.Module, probe: torch.Tensor) -> bool:
+def predicts_tokens(model: nn.Module, probe: Tensor) -> bool:
     """Returns whether a model returns logits; a Hugging Face encoder without a head returns hidden states."""
     # A module outside of transformers is taken to return logits.
     find_head = getattr(model, "get_output_embeddings", None)
@@ -144,7 +144,7 @@ def predicts_tokens(model: nn.Module, probe: torch.Tensor) -> bool:
     return hasattr(model(probe.to(device_of(model))), "logits")
 
 
-def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
+def _check_rows(model: nn.Module, rows: Tensor) -> None:
     if rows.dim() != 2 or rows.shape[0] < 1 or rows.shape[1] < 2 or rows.dtype != torch.int64:
         raise ValueError(f"rows {list(rows.shape)} {rows.dtype}: expected int64 [rows, seqlen], seqlen at least 2")
     config = text_config(getattr(model, "config", None))
@@ -162,7 +162,7 @@ def _check_rows(model: nn.Module, rows: torch.Tensor) -> None:
         )
 
 
-def drawn(p: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def drawn(p: Tensor, generator: torch.Generator) -> Tensor:
     """Returns a token drawn from each distribution of `p` `[positions, vocabulary]`, int64 `[positions, 1]`."""
     # The first one whose cumulative probability exceeds a number from 0..1, which is drawn where the generator is.
     uniform = torch.rand(len(p), 1, generator=generator, dtype=torch.float32, device=generator.device).to(p.device)

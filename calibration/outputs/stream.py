@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.recipes.blocks import all_arguments, output_of, removing
 
@@ -55,7 +55,7 @@ class Writer:
     factor: float
     norm: str = ""
     # v of that module by channel, `[out]`, 0 where it lets nothing through; None without such a module
-    gain: torch.Tensor | None = None
+    gain: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -65,17 +65,17 @@ class Stream:
     # writers by the name of the layer, or of the module of experts
     writers: dict[str, Writer] = field(default_factory=dict)
     # hidden states of the original model by point, `[..., hidden]` for each of this rank's batches
-    original: dict[Point, list[torch.Tensor]] = field(default_factory=dict)
+    original: dict[Point, list[Tensor]] = field(default_factory=dict)
     # 1 / u by norm, `[tokens, 1]` for each batch
-    token_gains: dict[str, list[torch.Tensor]] = field(default_factory=dict)
-    current: dict[Point, torch.Tensor] = field(default_factory=dict)
+    token_gains: dict[str, list[Tensor]] = field(default_factory=dict)
+    current: dict[Point, Tensor] = field(default_factory=dict)
 
     @property
     def points(self) -> list[Point]:
         """All hidden states that some writer is added to."""
         return list(dict.fromkeys(point for writer in self.writers.values() for point, _ in writer.terms))
 
-    def begin(self, hidden: Sequence[torch.Tensor]) -> None:
+    def begin(self, hidden: Sequence[Tensor]) -> None:
         """Takes the hidden states in front of the block, in the original model."""
         self.original[Point("")] = list(hidden)
 
@@ -83,7 +83,7 @@ class Stream:
     def following(self, block: nn.Module) -> Iterator[None]:
         """Fills `current` with the hidden states of the pass that runs, while open."""
 
-        def keep(point: Point, hidden: torch.Tensor) -> None:
+        def keep(point: Point, hidden: Tensor) -> None:
             self.current[point] = hidden.reshape(-1, hidden.shape[-1])
 
         with removing(_hooks(block, self.points, keep)):
@@ -94,11 +94,11 @@ class Stream:
     def recording(self, block: nn.Module) -> Iterator[None]:
         """Fills `original` and `token_gains` from passes of the original model, batch by batch, while open."""
 
-        def keep(point: Point, hidden: torch.Tensor) -> None:
+        def keep(point: Point, hidden: Tensor) -> None:
             # A clone: later additions in place would change it.
             self.original.setdefault(point, []).append(hidden.clone())
 
-        def gain_of(norm: str, gain: torch.Tensor) -> Callable[..., None]:
+        def gain_of(norm: str, gain: Tensor) -> Callable[..., None]:
             inverse = _inverse(gain)
 
             def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
@@ -121,7 +121,7 @@ class Stream:
         with removing([*_hooks(block, inside, keep), *handles]):
             yield
 
-    def error(self, name: str, batch: int) -> torch.Tensor | None:
+    def error(self, name: str, batch: int) -> Tensor | None:
         """Returns the change of a layer's output that would make up for the stream's error, `[tokens, out]`.
 
         None where the layer does not write, or a hidden state was not seen in this pass.
@@ -138,12 +138,12 @@ class Stream:
         return error * self.token_gains[writer.norm][batch] * _inverse(writer.gain).to(error)
 
 
-def _inverse(gain: torch.Tensor) -> torch.Tensor:
+def _inverse(gain: Tensor) -> Tensor:
     return torch.where(gain != 0, 1 / gain, 0.0)
 
 
 def _hooks(
-    block: nn.Module, points: Sequence[Point], keep: Callable[[Point, torch.Tensor], None]
+    block: nn.Module, points: Sequence[Point], keep: Callable[[Point, Tensor], None]
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
     """Registers hooks that call `keep` with the hidden states at `points`."""
 
@@ -163,7 +163,7 @@ def _hooks(
 
 def _first_float(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     values = all_arguments(args, kwargs)
-    return next((v for v in values if isinstance(v, torch.Tensor) and v.is_floating_point()), None)
+    return next((v for v in values if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,7 +171,7 @@ class _State:
     """A hidden state of the few tokens, and when it came by."""
 
     point: Point
-    value: torch.Tensor  # `[tokens, hidden]`
+    value: Tensor  # `[tokens, hidden]`
     sample: np.ndarray  # some of its elements, float64: sums of states are looked for among these
     time: int
 
@@ -185,16 +185,16 @@ def find_writers(
     block: nn.Module, run: Callable[[], Any], layers: Sequence[str], experts: Sequence[str] = ()
 ) -> tuple[dict[str, Writer], Any]:
     """Returns the layers of a block that write to the residual stream, by name, and the result of `run`."""
-    values: list[tuple[Point, torch.Tensor, int]] = []
+    values: list[tuple[Point, Tensor, int]] = []
     began: dict[str, int] = {}
     shape: list[torch.Size] = []
-    chosen: list[torch.Tensor] = []
+    chosen: list[Tensor] = []
     clock = 0
 
     def note(point: Point, value: Any) -> None:
         nonlocal clock
         clock += 1
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.dim() < 2:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() < 2:
             return
         flat = value.detach().reshape(-1, value.shape[-1])
         if not chosen:  # the block's own input
@@ -352,7 +352,7 @@ class _Search:
         return min(same, key=lambda s: (s.point.module.count(".") + bool(s.point.module), s.time)).point
 
 
-def _channel_gain(y: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor | None:
+def _channel_gain(y: Tensor, out: Tensor, eps: float) -> Tensor | None:
     """Returns v `[channels]` where out = u v ⊙ y with one u for a token; None otherwise, as after a bias."""
     ratio = out / torch.where(y == 0, torch.ones_like(y), y)
     reference = ratio.abs().median(1).values[:, None]

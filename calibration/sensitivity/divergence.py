@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.linalg import vecdot
 
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
@@ -56,12 +56,12 @@ Later = Callable[[], float]
 """Waits for the device, and returns a value whose computation was started."""
 
 
-def finite_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> float:
+def finite_sum(values: Tensor, name_of: Callable[[int], str], quantity: str) -> float:
     """Returns the float64 sum of values `[positions]`; NotFinite names the first bad position."""
     return start_sum(values, name_of, quantity)()
 
 
-def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str) -> Later:
+def start_sum(values: Tensor, name_of: Callable[[int], str], quantity: str) -> Later:
     """Returns `finite_sum` without waiting for a GPU, which can be given its next work meanwhile."""
     total, arrival = values.detach().double().sum(), None
     if total.is_cuda:
@@ -81,7 +81,7 @@ def start_sum(values: torch.Tensor, name_of: Callable[[int], str], quantity: str
     return wait
 
 
-def divergence_of(model: nn.Module, rows: torch.Tensor) -> Divergence:
+def divergence_of(model: nn.Module, rows: Tensor) -> Divergence:
     """Returns the divergence for `model`: of next tokens with an output head, of classes for one vector a row."""
     if is_denoiser(model):
         return Prediction(model)
@@ -104,14 +104,14 @@ class NextToken(Logits):
 
     def __init__(self, model: nn.Module, head: nn.Module | None) -> None:
         super().__init__(model, head)
-        self.narrow: torch.Tensor | None = None  # weight of the head for products of small differences
+        self.narrow: Tensor | None = None  # weight of the head for products of small differences
         self.paired: PairedWeight | None = None  # the same for the base's logits, on a GPU
 
-    def count(self, rows: torch.Tensor) -> int:
+    def count(self, rows: Tensor) -> int:
         """Returns the number of values that a sum over `rows` adds up."""
         return rows.shape[0] * (rows.shape[1] - 1)
 
-    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+    def reference(self, rows: Tensor, *, keep: bool = False) -> Any:
         """Returns the original model's output as `measure` compares with it; `keep` includes whole distributions."""
         with torch.no_grad():
             hidden = self.hidden(rows)
@@ -120,7 +120,7 @@ class NextToken(Logits):
             output = self._fast_logits if self._has_fast_logits(hidden) else self._p
             return hidden, [output(hidden[part]) for part in parts] or None
 
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
+    def measure(self, rows: Tensor, reference: Any, first_row: int = 0) -> Later:
         """Starts to compute the summed divergence of the model as it is now; NotFinite names its row and token."""
         with torch.no_grad():
             hidden = self.hidden(rows)
@@ -130,7 +130,7 @@ class NextToken(Logits):
             quantity = "the divergence from the original model"
             return start_sum(torch.cat(kl), lambda i: self._position_name(rows, i, first_row), quantity)
 
-    def _kl_of(self, hidden: torch.Tensor, reference: Any, index: int, part: slice) -> torch.Tensor:
+    def _kl_of(self, hidden: Tensor, reference: Any, index: int, part: slice) -> Tensor:
         """Returns the divergence at the positions of slice `index`, float32 `[positions]`."""
         base, slices = reference
         if self._has_fast_logits(hidden):
@@ -141,14 +141,14 @@ class NextToken(Logits):
         p = self._p(base[part]) if slices is None else slices[index]
         return _kl(p, self._difference(hidden[part], base[part], p).float())
 
-    def _sum(self, values: torch.Tensor, rows: torch.Tensor, part: slice, quantity: str, first_row: int) -> float:
+    def _sum(self, values: Tensor, rows: Tensor, part: slice, quantity: str, first_row: int) -> float:
         return finite_sum(values, lambda i: self._position_name(rows, part.start + i, first_row), quantity)
 
-    def _position_name(self, rows: torch.Tensor, position: int, first_row: int) -> str:
+    def _position_name(self, rows: Tensor, position: int, first_row: int) -> str:
         row, token = divmod(position, rows.shape[1] - 1)
         return f"row {first_row + row}, token {token}"
 
-    def _difference(self, hidden: torch.Tensor, base: torch.Tensor, p: torch.Tensor | None) -> torch.Tensor:
+    def _difference(self, hidden: Tensor, base: Tensor, p: Tensor | None) -> Tensor:
         """Returns the logits of the model minus the base's logits; 0 for tokens that the base rules out by `p`."""
         # d = (h' − h) Wᵀ; a bias of the head would cancel, and a soft cap is not linear.
         if self.split and self.cap is None and type(self.head) is nn.Linear:
@@ -163,7 +163,7 @@ class NextToken(Logits):
         difference = self.logits(hidden).float() - self.logits(base).float()
         return difference if self.split or p is None else difference.masked_fill(p == 0, 0)
 
-    def nll(self, rows: torch.Tensor, first_row: int = 0) -> float:
+    def nll(self, rows: Tensor, first_row: int = 0) -> float:
         """Returns the summed negative log-likelihood of the next tokens, in nats; raises as `measure` does."""
         targets = rows[:, 1:].flatten()
         total = 0.0
@@ -174,7 +174,7 @@ class NextToken(Logits):
                 total += self._sum(nll, rows, part, "the likelihood of the next token", first_row)
         return total
 
-    def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
+    def probe(self, rows: Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         """Runs one backward pass from a random probe through the model as it is now; raises as `measure` does."""
         with torch.enable_grad():
             hidden = self.hidden(rows)
@@ -189,13 +189,13 @@ class NextToken(Logits):
                 (gradient[part],) = torch.autograd.grad(nll.sum(), leaf)
             hidden.backward(gradient)
 
-    def _p(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _p(self, hidden: Tensor) -> Tensor:
         return self.logits(hidden).float().softmax(dim=-1)
 
-    def _has_fast_logits(self, hidden: torch.Tensor) -> bool:
+    def _has_fast_logits(self, hidden: Tensor) -> bool:
         return bool(self.split) and type(self.head) is nn.Linear and has_pairs(hidden)
 
-    def _fast_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _fast_logits(self, hidden: Tensor) -> Tensor:
         """Returns `logits` without a gradient, in pairs of BF16, where `_has_fast_logits` holds."""
         assert isinstance(self.head, nn.Linear)
         # Where they do not fit in memory, logits are computed again in every measurement.
@@ -213,13 +213,13 @@ class Classes(NextToken):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, None)
 
-    def count(self, rows: torch.Tensor) -> int:
+    def count(self, rows: Tensor) -> int:
         return rows.shape[0]
 
-    def hidden(self, rows: torch.Tensor) -> torch.Tensor:
+    def hidden(self, rows: Tensor) -> Tensor:
         return logits_of(self.model, rows)
 
-    def _position_name(self, rows: torch.Tensor, position: int, first_row: int) -> str:
+    def _position_name(self, rows: Tensor, position: int, first_row: int) -> str:
         return f"row {first_row + position}"
 
 
@@ -233,21 +233,21 @@ class Embeddings:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def count(self, rows: torch.Tensor) -> int:
+    def count(self, rows: Tensor) -> int:
         return rows.shape[0]
 
-    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+    def reference(self, rows: Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
             return self._embed(rows)
 
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
+    def measure(self, rows: Tensor, reference: Any, first_row: int = 0) -> Later:
         with torch.no_grad():
             return self._sum(1 - (self._embed(rows) * reference).sum(dim=-1).double(), first_row)
 
-    def _sum(self, values: torch.Tensor, first_row: int) -> Later:
+    def _sum(self, values: Tensor, first_row: int) -> Later:
         return start_sum(values, lambda i: f"row {first_row + i}", "the embedding")
 
-    def probe(self, rows: torch.Tensor, generator: torch.Generator, first_row: int = 0) -> None:
+    def probe(self, rows: Tensor, generator: torch.Generator, first_row: int = 0) -> None:
         with torch.enable_grad():
             embedding = self._embed(rows)
             # Standard normal, drawn on the CPU: E[g gᵀ] is then the identity on embeddings, as 1 − cosine needs.
@@ -258,7 +258,7 @@ class Embeddings:
             self._sum(values, first_row)()
             values.sum().backward()
 
-    def _embed(self, rows: torch.Tensor) -> torch.Tensor:
+    def _embed(self, rows: Tensor) -> Tensor:
         """Returns the mean of the last hidden states, normalized: `[rows, hidden]`."""
         return torch.nn.functional.normalize(last_hidden(self.model(rows)).float().mean(dim=1), dim=-1)
 
@@ -271,20 +271,20 @@ class Prediction:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
 
-    def count(self, rows: torch.Tensor) -> int:
+    def count(self, rows: Tensor) -> int:
         return len(rows)
 
-    def reference(self, rows: torch.Tensor, *, keep: bool = False) -> Any:
+    def reference(self, rows: Tensor, *, keep: bool = False) -> Any:
         with torch.no_grad():
             return prediction_of(self.model(rows))
 
-    def measure(self, rows: torch.Tensor, reference: Any, first_row: int = 0) -> Later:
+    def measure(self, rows: Tensor, reference: Any, first_row: int = 0) -> Later:
         with torch.no_grad():
             error = (prediction_of(self.model(rows)) - reference).square().sum() / reference.square().sum()
         return start_sum(error[None], lambda _: f"call {first_row}", "the prediction")
 
 
-def prediction_of(result: Any) -> torch.Tensor:
+def prediction_of(result: Any) -> Tensor:
     """Returns what a denoiser predicts, flat and in float32; Z-Image gives a list of images."""
     first = result[0] if isinstance(result, tuple | list | Mapping) else result
     parts = first if isinstance(first, list) else [first]
@@ -295,12 +295,12 @@ Divergence = NextToken | Embeddings | Prediction
 """A distance to the original model, over rows of token ids, or calls of a denoiser."""
 
 
-def last_hidden(result: Any) -> torch.Tensor:
+def last_hidden(result: Any) -> Tensor:
     """Returns the last hidden states in an encoder's output, `[rows, tokens, hidden]`."""
     return result.last_hidden_state if hasattr(result, "last_hidden_state") else output_of(result)
 
 
-def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
+def _kl(p: Tensor, d: Tensor) -> Tensor:
     """Returns KL from each distribution to the one whose logits are larger by `d`, float32 `[positions]`.
 
     Both are float32 `[positions, vocabulary]`. Sums of `p`, which a softmax over a large vocabulary gives to 2⁻¹⁵ only,
@@ -310,7 +310,7 @@ def _kl(p: torch.Tensor, d: torch.Tensor) -> torch.Tensor:
     # By Jensen's inequality Σ p exp(d) is at least 1 once Σ p d is 0, so no digits of log1p's argument cancel. The
     # rounding error of that mean is subtracted at the end.
     d = d - (vecdot(p, d) / total)[:, None]
-    kl: torch.Tensor = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
+    kl: Tensor = torch.log1p(vecdot(p, d.expm1()) / total) - vecdot(p, d) / total
     # The exponential overflows where a logit rises by more than 88 above the mean.
     far = ~kl.isfinite()
     if bool(far.any()):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.sensitivity.table import Candidate
@@ -53,8 +53,8 @@ class GroupSolution:
     """A group solved in one format."""
 
     weights: Mapping[str, BlockScaledTensor]  # codes and scales by layer, of the weight times `divisor`
-    divisor: torch.Tensor | None = None  # s, by which the input is divided, `[in]`; None if it is not
-    input_scale: torch.Tensor | None = None
+    divisor: Tensor | None = None  # s, by which the input is divided, `[in]`; None if it is not
+    input_scale: Tensor | None = None
     # the branches by layer, A `[rank, in]` and B `[out, rank]`, which take the divided input unrounded
     branches: Mapping[str, Branch] = field(default_factory=dict)
 
@@ -63,7 +63,7 @@ def solve_each_group(
     model: nn.Module,
     groups: Mapping[str, Sequence[LayerPlan]],
     allowed: Mapping[str, Sequence[Candidate]],
-    rows: torch.Tensor,
+    rows: Tensor,
     solver: str,
     stored: torch.dtype,
     session: Session,
@@ -140,16 +140,13 @@ def _parts(
 
 
 def _watch(
-    model: nn.Module,
-    names: Mapping[str, str],
-    batches: Sequence[torch.Tensor],
-    add: Callable[[str, torch.Tensor, int], None],
+    model: nn.Module, names: Mapping[str, str], batches: Sequence[Tensor], add: Callable[[str, Tensor, int], None]
 ) -> None:
     """Calls `add(group, input [tokens, in], rows)` for the inputs of layers; passes end at the last layer."""
     calls: Counter[str] = Counter()
     last: str | None = None
 
-    def observe(name: str, x: torch.Tensor) -> None:
+    def observe(name: str, x: Tensor) -> None:
         calls[name] += 1
         add(names[name], x.detach().reshape(-1, x.shape[-1]).float(), rows_of(x))
         if name == last:
@@ -168,12 +165,12 @@ class _Inputs:
 
     def __init__(self, keep: bool, every: int) -> None:
         self.keep, self.every = keep, every
-        self.sample: dict[str, list[torch.Tensor]] = {}
-        self.total: dict[str, torch.Tensor] = {}
-        self.amax: dict[str, torch.Tensor] = {}
+        self.sample: dict[str, list[Tensor]] = {}
+        self.total: dict[str, Tensor] = {}
+        self.amax: dict[str, Tensor] = {}
         self.tokens: Counter[str] = Counter()
 
-    def add(self, group: str, x: torch.Tensor, rows: int) -> None:
+    def add(self, group: str, x: Tensor, rows: int) -> None:
         """Adds one call of a group; the memory does not grow with the number of rows."""
         if not len(x):
             return
@@ -194,7 +191,7 @@ class _Work:
     def __init__(
         self,
         candidate: Candidate,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Tensor],
         solver: str,
         stored: torch.dtype,
         device: torch.device,
@@ -239,7 +236,7 @@ class _Work:
         return GroupSolution(solved, self.divisor, self.input_scale, branches)
 
 
-def _add(works: Mapping[str, Sequence[_Work]], group: str, x: torch.Tensor, rows: int) -> None:
+def _add(works: Mapping[str, Sequence[_Work]], group: str, x: Tensor, rows: int) -> None:
     """Adds one call of a group to its second moments; formats that leave the input unchanged share one."""
     unchanged: MomentSum | None = None
     for work in works[group]:

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.linalg import vecdot
 
 from quant.base.atomic import write_atomically
@@ -147,8 +147,8 @@ class TokenProducts:
     def __init__(self, formats: FormatChoice, allowed: Allowed, *, by_token: bool) -> None:
         self.formats, self.allowed, self.by_token = formats, allowed, by_token
         self.group = ""
-        self.input: torch.Tensor | None = None
-        self.products: dict[str, torch.Tensor] = {}
+        self.input: Tensor | None = None
+        self.products: dict[str, Tensor] = {}
         self.sums: Result = {}
 
     def observe(self, layer: SwitchableLayer, call: LayerGradient) -> None:
@@ -199,7 +199,7 @@ class Method:
 
     switchable: SwitchableModel
     allowed: Allowed
-    rows: torch.Tensor
+    rows: Tensor
     divergence: Divergence
     seed: int
 
@@ -247,7 +247,7 @@ class OutputMethod(Method):
         index = int(name.split()[1])
         sums: Result = {}
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
             assert isinstance(module, SwitchableLayer)
             args = all_arguments(args, kwargs)
             # The empty name holds Σ ‖Y‖², the denominator of every format's score.
@@ -328,11 +328,11 @@ def score_groups(
     model: nn.Module,
     groups: Mapping[str, Sequence[LayerPlan]],
     allowed: Allowed,
-    rows: torch.Tensor,
+    rows: Tensor,
     scoring: Scoring,
     session: Session,
     *,
-    amax: Mapping[str, torch.Tensor] | None = None,
+    amax: Mapping[str, Tensor] | None = None,
     path: Path | None = None,
 ) -> Sensitivity:
     """Scores every group in every format that is allowed for it, on the ranges `amax` of inputs, or measured on `rows`.
@@ -397,7 +397,7 @@ def _entry(
 
 
 def _key(
-    model: nn.Module, groups: Mapping[str, Sequence[LayerPlan]], allowed: Allowed, rows: torch.Tensor, *settings: Any
+    model: nn.Module, groups: Mapping[str, Sequence[LayerPlan]], allowed: Allowed, rows: Tensor, *settings: Any
 ) -> str:
     """Returns SHA-256 over everything that the scores depend on; of each weight, its shape and a few of its values."""
     # 256 values of each weight distinguish models, and hashing all would read 16 GB for an 8B model.

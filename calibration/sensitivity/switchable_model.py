@@ -37,7 +37,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
@@ -66,9 +66,9 @@ _RESERVE = 16 << 30
 class LayerGradient:
     """Input and output gradient of one call of a layer, from a backward pass."""
 
-    x: torch.Tensor  # the input of the layer, `[..., in]`
-    gradient: torch.Tensor  # ∂L/∂Y, `[..., out]`
-    back: torch.Tensor  # gradient · W with the weight as it is now, `[..., in]`
+    x: Tensor  # the input of the layer, `[..., in]`
+    gradient: Tensor  # ∂L/∂Y, `[..., out]`
+    back: Tensor  # gradient · W with the weight as it is now, `[..., in]`
     index: int | None  # the expert, or None
 
 
@@ -80,8 +80,8 @@ class CachedCall:
     """One call of a layer in a cached run."""
 
     candidate: str
-    x: torch.Tensor
-    y: torch.Tensor
+    x: Tensor
+    y: Tensor
 
 
 class CallCache:
@@ -108,7 +108,7 @@ class FormatChoice:
 
     groups: Mapping[str, Sequence[LayerPlan]]  # fusion groups by name, quantizable layers only
     candidates: Mapping[str, Candidate]  # formats by name, `keep` among them
-    amax: Mapping[str, torch.Tensor]  # largest input magnitude of each layer, for static scales; see `measure_amax`
+    amax: Mapping[str, Tensor]  # largest input magnitude of each layer, for static scales; see `measure_amax`
     solver: str  # rounds the weights; one that needs no data
     stored: torch.dtype | None  # dtype that scales are rounded to, the model's own; None takes the dtype of the weights
     solutions: Mapping[Key, GroupSolution]  # groups in a format that another solver has solved
@@ -121,11 +121,11 @@ class FormatChoice:
     cache: CallCache | None = None  # calls of one run, see `caching`
     # Autograd only visits nodes with an input that needs a gradient. Weights and token ids need none, so every layer
     # takes this empty tensor as a second input.
-    anchor: torch.Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True, dtype=torch.float32))
+    anchor: Tensor = field(default_factory=lambda: torch.empty(0, requires_grad=True, dtype=torch.float32))
     _solved: dict[Key, dict[str, BlockScaledTensor]] = field(default_factory=dict)
-    _dense: dict[tuple[str, ...], torch.Tensor] = field(default_factory=dict)
-    _rounded: tuple[str, torch.Tensor | None, dict[str, torch.Tensor]] = ("", None, {})
-    _input_scales: dict[Key, torch.Tensor | None] = field(default_factory=dict)
+    _dense: dict[tuple[str, ...], Tensor] = field(default_factory=dict)
+    _rounded: tuple[str, Tensor | None, dict[str, Tensor]] = ("", None, {})
+    _input_scales: dict[Key, Tensor | None] = field(default_factory=dict)
 
     def set(self, choice: Mapping[str, str]) -> None:
         """Chooses a candidate by name for each group that is named; groups left out are in 16 bit."""
@@ -160,7 +160,7 @@ class FormatChoice:
         with replaced([(self, "cache", cache)]):
             yield
 
-    def round_input(self, group: str, x: torch.Tensor, candidate: Candidate) -> torch.Tensor:
+    def round_input(self, group: str, x: Tensor, candidate: Candidate) -> Tensor:
         """Returns the input `x` rounded as a group sees it in a format; kept until another input comes."""
         if candidate.activation is None:
             return x
@@ -180,7 +180,7 @@ class FormatChoice:
         """Drops the rounded input of the last call."""
         self._rounded = ("", None, {})
 
-    def input_scale(self, group: str, candidate: Candidate) -> torch.Tensor | None:
+    def input_scale(self, group: str, candidate: Candidate) -> Tensor | None:
         """Returns the static scale of a group's inputs; None for formats that measure theirs."""
         key = (group, candidate.name)
         if key in self._input_scales:
@@ -198,11 +198,11 @@ class FormatChoice:
         self._input_scales[key] = scale
         return scale
 
-    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
+    def moved(self, tensor: Tensor) -> Tensor:
         """Returns a weight where the model runs and as it is used there."""
         return tensor.to(self.device, self._dtype_of(tensor))
 
-    def _dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
+    def _dtype_of(self, tensor: Tensor) -> torch.dtype:
         return self.dtype if self.dtype is not None and tensor.dtype in NARROW else tensor.dtype
 
     def solved(self, group: str, candidate: Candidate) -> dict[str, BlockScaledTensor]:
@@ -224,7 +224,7 @@ class FormatChoice:
                 self._solved[key] |= {name: weight.to(home) for name, weight in solved.items()}
         return self._solved[key]
 
-    def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
+    def dense(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> Tensor:
         """Returns the weight `[out, in]` in a format, of expert `index` if it is given."""
         key = (layer.plan.name, candidate.name)
         if key in self._dense:
@@ -237,9 +237,7 @@ class FormatChoice:
             return self.dense(layer, candidate, index)
         return self._values(layer, candidate, index)
 
-    def branch_output(
-        self, layer: SwitchableLayer, candidate: Candidate, x: torch.Tensor, rounded: torch.Tensor
-    ) -> torch.Tensor | None:
+    def branch_output(self, layer: SwitchableLayer, candidate: Candidate, x: Tensor, rounded: Tensor) -> Tensor | None:
         """Returns the branch's output for the rounding error x − x_q, `[..., out]`; None without either.
 
         `dense` includes B A and is multiplied by x_q, so only (x − x_q) (B A)ᵀ is missing.
@@ -253,18 +251,18 @@ class FormatChoice:
         error = error if solution.divisor is None else error / solution.divisor.to(error)
         return error @ down.t() @ up.t()
 
-    def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> torch.Tensor:
+    def narrow(self, layer: SwitchableLayer, candidate: Candidate) -> Tensor:
         """Returns the weight for products with small differences: BF16 where that is fast."""
         return self._narrowed(layer, (candidate.name, "narrow"), lambda: self._values(layer, candidate))
 
-    def difference(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
+    def difference(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> Tensor:
         """Returns the weight in a format minus the weight in 16 bit, `[out, in]`, as `narrow`."""
         if index is not None:  # of experts, single matrices are not cached
             return self.dense(layer, candidate, index) - self.dense(layer, KEPT, index)
         form = (candidate.name, "difference")
         return self._narrowed(layer, form, lambda: self._values(layer, candidate) - self.dense(layer, KEPT))
 
-    def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> torch.Tensor:
+    def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> Tensor:
         """Returns the values of `dense` without adding them to the cache."""
         dense = self._dense.get((layer.plan.name, candidate.name))
         if dense is not None:
@@ -281,9 +279,7 @@ class FormatChoice:
             dense = torch.addmm(dense, up.to(dense), down.to(dense))
         return dense if solution is None or solution.divisor is None else dense / solution.divisor.to(dense)
 
-    def _narrowed(
-        self, layer: SwitchableLayer, form: tuple[str, ...], make: Callable[[], torch.Tensor]
-    ) -> torch.Tensor:
+    def _narrowed(self, layer: SwitchableLayer, form: tuple[str, ...], make: Callable[[], Tensor]) -> Tensor:
         # `form` is a candidate and "narrow", or two candidates and "difference"; both use the budget of dense weights.
         key = (layer.plan.name, *form)
         if key in self._dense:
@@ -302,19 +298,19 @@ class FormatChoice:
 class SwitchableLayer(Substitute):
     """A linear, or one projection of a fused-experts module, in the format that its model is set to."""
 
-    def __init__(self, formats: FormatChoice, plan: LayerPlan, group: str, weight: torch.Tensor, bias: Any) -> None:
+    def __init__(self, formats: FormatChoice, plan: LayerPlan, group: str, weight: Tensor, bias: Any) -> None:
         nn.Module.__init__(self)
         self.formats, self.plan, self.group = formats, plan, group
         # Plain tensors: as parameters they would appear in the state of the model.
         self.original, self.bias = weight.detach(), None if bias is None else bias.detach()
 
-    def forward(self, input: torch.Tensor, index: int | None = None) -> torch.Tensor:
+    def forward(self, input: Tensor, index: int | None = None) -> Tensor:
         """Maps `[..., in]` to `[..., out]`; `index` is the expert's."""
         if torch.is_grad_enabled():
             return _Probe.apply(input, self.formats.anchor, self, index)  # type: ignore[no-untyped-call]
         return self.compute(input, index)
 
-    def compute(self, x: torch.Tensor, index: int | None) -> torch.Tensor:
+    def compute(self, x: Tensor, index: int | None) -> Tensor:
         """Returns the output in the present format."""
         formats = self.formats
         candidate = formats.current(self.group)
@@ -339,17 +335,15 @@ class SwitchableLayer(Substitute):
 class SwitchableExperts(SwitchableLayer, ExpertStack):
     """One projection of all experts; `stacking` describes its layout in the parameter."""
 
-    def __init__(
-        self, formats: FormatChoice, plan: LayerPlan, group: str, weight: torch.Tensor, stacking: Stacking
-    ) -> None:
+    def __init__(self, formats: FormatChoice, plan: LayerPlan, group: str, weight: Tensor, stacking: Stacking) -> None:
         super().__init__(formats, plan, group, weight, None)
         self.stacking = stacking
 
-    def dense(self, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> Tensor:
         """Returns the values `[out, in]` of one expert in the present format."""
         return self.formats.dense(self, self.formats.current(self.group), index)
 
-    def forward(self, input: torch.Tensor, index: int | None = None) -> torch.Tensor:
+    def forward(self, input: Tensor, index: int | None = None) -> Tensor:
         """Maps `[tokens, in]` to `[tokens, out]`, in the order of the parameter's rows."""
         return self.stacking.outputs(super().forward(input, index))
 
@@ -358,16 +352,14 @@ class _Probe(torch.autograd.Function):
     """y = layer(x), with a backward that shows x and dL/dy to the model's observer."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, layer: SwitchableLayer, index: int | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, anchor: Tensor, layer: SwitchableLayer, index: int | None) -> Tensor:
         # Only x: the weight is dequantized again in the backward pass, or comes from the cache of dense weights.
         ctx.save_for_backward(x)
         ctx.layer, ctx.index = layer, index
         return layer.compute(x, index)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         (x,), layer = ctx.saved_tensors, ctx.layer
         (gradient,) = gradients
         weight = layer.formats.dense(layer, layer.formats.current(layer.group), ctx.index)
@@ -378,7 +370,7 @@ class _Probe(torch.autograd.Function):
         return back if ctx.needs_input_grad[0] else None, None, None, None
 
 
-def same_tensor(a: torch.Tensor | None, b: torch.Tensor) -> bool:
+def same_tensor(a: Tensor | None, b: Tensor) -> bool:
     """Returns whether two tensors share memory and shape: in a recomputed block every use of one is another object."""
     return a is b or (a is not None and a.data_ptr() == b.data_ptr() and a.shape == b.shape)
 
@@ -394,7 +386,7 @@ class SwitchableModel:
         model: nn.Module,
         groups: Mapping[str, Sequence[LayerPlan]],
         candidates: Mapping[str, Candidate],
-        amax: Mapping[str, torch.Tensor],
+        amax: Mapping[str, Tensor],
         solver: str = "rtn",
         stored: torch.dtype | None = None,
         solutions: Mapping[Key, GroupSolution] | None = None,
@@ -491,9 +483,9 @@ def measure_amax(
     model: nn.Module,
     groups: Mapping[str, Sequence[LayerPlan]],
     candidates: Mapping[str, Candidate],
-    rows: torch.Tensor,
+    rows: Tensor,
     session: Session,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Returns the largest input magnitude of each layer; empty if no candidate needs it."""
     if not any(candidate.has_static_scale for candidate in candidates.values()):
         return {}
@@ -515,7 +507,7 @@ class CachedRun:
     """Measures the mean divergence of choices on one text, int64 `[rows, seqlen]`; `by_row` runs rows one by one."""
 
     def __init__(
-        self, switchable: SwitchableModel, divergence: Divergence, rows: torch.Tensor, *, by_row: bool = False
+        self, switchable: SwitchableModel, divergence: Divergence, rows: Tensor, *, by_row: bool = False
     ) -> None:
         self.switchable, self.divergence, self.rows = switchable, divergence, rows
         self.by_row = by_row

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from quant.calibration.solvers.rotation import matrix_of
@@ -38,10 +38,10 @@ from quant.recipes.blocks import Call, Substitute, replaced, take_hooks
 class BlockLayer:
     """A linear layer of the block as it was solved."""
 
-    weight: torch.Tensor  # the matrix that was rounded, [out, in]: after scaling, rotation and branch
+    weight: Tensor  # the matrix that was rounded, [out, in]: after scaling, rotation and branch
     quantized: BlockScaledTensor  # codes and scales to start from
     activation: Format | None = None  # format of the input, or None
-    input_scale: torch.Tensor | None = None  # static scale of that format, where it has one
+    input_scale: Tensor | None = None  # static scale of that format, where it has one
     # The operations of the layer at run time besides its matmul.
     parts: RunTimeParts = field(default_factory=RunTimeParts)
 
@@ -69,7 +69,7 @@ class Reconstructed:
 def reconstruct_block(
     block: nn.Module,
     calls: Sequence[Call],
-    targets: Sequence[torch.Tensor],
+    targets: Sequence[Tensor],
     layers: Mapping[str, BlockLayer],
     settings: Reconstruction = Reconstruction(),
 ) -> Reconstructed:
@@ -112,14 +112,14 @@ def reconstruct_block(
     return Reconstructed(weights, before, after)
 
 
-def reconstruction_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def reconstruction_error(output: Tensor, target: Tensor) -> Tensor:
     """Returns the mean over tokens of ‖output - target‖² / ‖target‖², float32 scalar."""
     size = target.float().square().sum(-1)
     wrong = (output.float() - target.float()).square().sum(-1)
     return (wrong / size.clamp(min=torch.finfo(torch.float32).tiny)).mean()
 
 
-def _error(block: nn.Module, pairs: Sequence[tuple[Call, torch.Tensor]]) -> float:
+def _error(block: nn.Module, pairs: Sequence[tuple[Call, Tensor]]) -> float:
     with torch.no_grad():
         errors = [reconstruction_error(call.output(block(*call.args, **call.kwargs)), target) for call, target in pairs]
     return float(torch.stack(errors).mean())
@@ -132,9 +132,7 @@ class _Rounded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, latent: torch.Tensor, step: torch.Tensor, first_step: torch.Tensor, format: Format
-    ) -> torch.Tensor:
+    def forward(ctx: Any, latent: Tensor, step: Tensor, first_step: Tensor, format: Format) -> Tensor:
         ctx.save_for_backward(latent, step, first_step)
         ctx.format = format
         if _is_fused(latent, format):
@@ -146,7 +144,7 @@ class _Rounded(torch.autograd.Function):
         return round_to(in_steps, format.element) * spread
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         latent, step, first_step = ctx.saved_tensors
         (gradient,) = gradients
         if _is_fused(latent, ctx.format):
@@ -166,11 +164,11 @@ class _Rounded(torch.autograd.Function):
         return gradient * first * free, of_step, None, None
 
 
-def _is_fused(x: torch.Tensor, format: Format) -> bool:
+def _is_fused(x: Tensor, format: Format) -> bool:
     return x.is_cuda and format.is_nvfp4 and x.shape[-1] % format.block[1] == 0
 
 
-def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torch.Tensor:
+def _spread(scale: Tensor, shape: tuple[int, ...], format: Format) -> Tensor:
     """Returns block scales as one value a weight."""
     rows, columns = shape
     block_rows, block_columns = format.block_shape((rows, columns))
@@ -180,10 +178,10 @@ def _spread(scale: torch.Tensor, shape: tuple[int, ...], format: Format) -> torc
 class _Learned(Substitute):
     """A layer while it is learned: latent values in grid steps, and logarithms of scale factors."""
 
-    first_scale: torch.Tensor
-    first_step: torch.Tensor
-    second: torch.Tensor
-    bias: torch.Tensor | None
+    first_scale: Tensor
+    first_step: Tensor
+    second: Tensor
+    bias: Tensor | None
     dtype: torch.dtype
 
     def __init__(self, layer: BlockLayer, original: Any) -> None:
@@ -206,7 +204,7 @@ class _Learned(Substitute):
         self.factor = nn.Parameter(torch.zeros_like(self.first_scale), requires_grad=self.learns_scale)
         self.read_from(original)
 
-    def _scale(self) -> torch.Tensor:
+    def _scale(self) -> Tensor:
         """Returns block scales on their grid; the gradient sees no grid."""
         if not self.learns_scale:
             return self.first_scale
@@ -215,14 +213,14 @@ class _Learned(Substitute):
         return free + (nearest - free).detach()
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         return matrix_of(self.values(), self.layer.parts).to(self.dtype)
 
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         step = self._scale() * self.second if self.learns_scale else self.first_step
         return _Rounded.apply(self.latent, step, self.first_step, self.format)  # type: ignore[no-untyped-call]
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         x = self.layer.parts.input(input)
         rounded = x
         if self.layer.activation is not None:
@@ -242,11 +240,11 @@ class _RoundedInput(torch.autograd.Function):
     """An input as the quantized layer sees it; the gradient passes unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, activation: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, activation: Format, input_scale: Tensor | None) -> Tensor:
         return round_activation(x, activation, input_scale)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
         return gradients[0], None, None
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.recipes.blocks import Call, all_arguments, output_of, removing
 
@@ -31,7 +31,7 @@ class Fold:
     """Where an input scale can go."""
 
     producer: str  # name, within the block, of the module that scales its output
-    owner: torch.Tensor  # output channel of the producer behind each input channel, int64 [in]
+    owner: Tensor  # output channel of the producer behind each input channel, int64 [in]
     offset: int = 0  # 1 for norms that multiply by 1 + weight
 
 
@@ -43,7 +43,7 @@ def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: S
     for name in producers:
         module = block.get_submodule(name)
         weight = module.weight
-        assert isinstance(weight, torch.Tensor)
+        assert isinstance(weight, Tensor)
         if before_input.shape[-1] % len(weight):
             continue
         for offset in (0, 1) if weight.dim() == 1 else (0,):
@@ -53,14 +53,14 @@ def find_fold(block: nn.Module, call: Call, readers: Sequence[str], producers: S
     return None
 
 
-def apply_fold(module: nn.Module, scale: torch.Tensor, offset: int, stored: torch.dtype | None = None) -> torch.Tensor:
+def apply_fold(module: nn.Module, scale: Tensor, offset: int, stored: torch.dtype | None = None) -> Tensor:
     """Divides the output channels of `module` by `scale` `[channels]`, and returns the division after rounding.
 
     A norm's weight is stored in 16 bit (`stored`) and rounded to it; the layers behind are scaled by the rounded value,
     so nothing is lost. A channel whose weight is zero is not changed.
     """
     weight = module.weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     with torch.no_grad():
         old = weight.double() + offset
         by = scale.double().to(weight.device)
@@ -73,14 +73,14 @@ def apply_fold(module: nn.Module, scale: torch.Tensor, offset: int, stored: torc
             # A new tensor: whoever holds the old one, to restore it after an error, still has the original values.
             weight.data = torch.empty_like(weight).copy_(old / by[:, None])
         bias = getattr(module, "bias", None)
-        if isinstance(bias, torch.Tensor):
+        if isinstance(bias, Tensor):
             bias.copy_((bias.double() / by).to(bias.dtype))
     return by.to(scale)
 
 
 def _trace_channels(
-    block: nn.Module, call: Call, reader: str, before: torch.Tensor, module: nn.Module, offset: int
-) -> torch.Tensor | None:
+    block: nn.Module, call: Call, reader: str, before: Tensor, module: nn.Module, offset: int
+) -> Tensor | None:
     """Returns which output channel of `module` feeds each channel of the reader; None if the path is not linear."""
     channels = len(module.weight)  # type: ignore[arg-type]
     factors = torch.linspace(1, 2, channels, dtype=torch.float64, device=before.device)
@@ -108,13 +108,7 @@ def _trace_channels(
 
 
 def _is_neutral(
-    block: nn.Module,
-    call: Call,
-    readers: Sequence[str],
-    before: torch.Tensor,
-    module: nn.Module,
-    owner: torch.Tensor,
-    offset: int,
+    block: nn.Module, call: Call, readers: Sequence[str], before: Tensor, module: nn.Module, owner: Tensor, offset: int
 ) -> bool:
     """Returns whether dividing the producer and multiplying the readers leaves the block's output as it was."""
     channels = len(module.weight)  # type: ignore[arg-type]
@@ -134,7 +128,7 @@ def _is_neutral(
 
 
 @contextmanager
-def _scaled(module: nn.Module, factors: torch.Tensor, offset: int) -> Iterator[None]:
+def _scaled(module: nn.Module, factors: Tensor, offset: int) -> Iterator[None]:
     originals = [(p, p.detach().clone()) for p in module.parameters(recurse=False)]
     try:
         apply_fold(module, factors, offset)
@@ -145,8 +139,8 @@ def _scaled(module: nn.Module, factors: torch.Tensor, offset: int) -> Iterator[N
                 parameter.copy_(old)
 
 
-def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    seen: list[torch.Tensor] = []
+def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[Tensor | None, Tensor | None]:
+    seen: list[Tensor] = []
     watched = [] if reader is None else [block.get_submodule(reader)]
 
     def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -158,7 +152,7 @@ def _run(block: nn.Module, call: Call, reader: str | None) -> tuple[torch.Tensor
     return (seen[0] if len(seen) == 1 else None), out
 
 
-def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _close(a: Tensor, b: Tensor) -> bool:
     return bool((a - b).norm() <= _TOLERANCE * b.norm())
 
 

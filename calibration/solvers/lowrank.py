@@ -27,6 +27,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from quant.calibration.solvers.gptq import corrected_weight, factorize
 from quant.calibration.statistics import LayerStats
@@ -42,17 +43,17 @@ class LossMetric:
     A comes as diagonal blocks `[k, k]` whose sizes add up to the outputs of the weight; none stand for A = 1.
     """
 
-    def __init__(self, blocks: Sequence[torch.Tensor], damping: float = _OUTPUT_DAMPING[0]) -> None:
+    def __init__(self, blocks: Sequence[Tensor], damping: float = _OUTPUT_DAMPING[0]) -> None:
         self.sizes = [len(block) for block in blocks]
         self.factors = [_factor(block.float(), damping) for block in blocks]
 
-    def enter(self, weight: torch.Tensor) -> torch.Tensor:
+    def enter(self, weight: Tensor) -> Tensor:
         """Returns Lᵀ W of `[out, n]`, in the dtype of W."""
         if not self.sizes:
             return weight
         return torch.cat([factor.to(rows).t() @ rows for factor, rows in self._parts(weight)])
 
-    def leave(self, weight: torch.Tensor) -> torch.Tensor:
+    def leave(self, weight: Tensor) -> Tensor:
         """Returns L⁻ᵀ W of `[out, n]`: `enter` undone."""
         if not self.sizes:
             return weight
@@ -61,24 +62,24 @@ class LossMetric:
         ]
         return torch.cat(solved)
 
-    def _parts(self, weight: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _parts(self, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
         return list(zip(self.factors, weight.split(self.sizes), strict=True))
 
 
-def blocks_between(blocks: Sequence[torch.Tensor], start: int, stop: int) -> list[torch.Tensor]:
+def blocks_between(blocks: Sequence[Tensor], start: int, stop: int) -> list[Tensor]:
     """Returns the diagonal blocks of A for some neighbouring outputs, cut where they reach beyond these."""
     ends = list(accumulate(len(block) for block in blocks))
     spans = [(max(start - end + len(b), 0), min(stop - end, 0) + len(b)) for end, b in zip(ends, blocks, strict=True)]
     return [block[a:b, a:b] for (a, b), block in zip(spans, blocks, strict=True) if a < b]
 
 
-def _factor(block: torch.Tensor, least: float) -> torch.Tensor:
+def _factor(block: Tensor, least: float) -> Tensor:
     """Returns the lower L with L Lᵀ = A, damped, of a float32 block `[k, k]` of A."""
     mean = nonzero(block.diagonal().mean())
     for damping in (step for step in _OUTPUT_DAMPING if step >= least):
         damped = block.clone()
         damped.diagonal().add_(damping * mean)
-        lower: torch.Tensor
+        lower: Tensor
         lower, info = torch.linalg.cholesky_ex(damped)
         # Rounding gives A negative eigenvalues where a few outputs have gradients far above the others'.
         if int(info) == 0:
@@ -87,13 +88,13 @@ def _factor(block: torch.Tensor, least: float) -> torch.Tensor:
     return block.diagonal().clamp(min=1e-6 * float(mean)).sqrt().diag()
 
 
-Branch = tuple[torch.Tensor, torch.Tensor]
+Branch = tuple[Tensor, Tensor]
 _PLAIN = LossMetric(())
 
 
 def take_branches(
-    weights: Mapping[str, torch.Tensor], stats: LayerStats, rank: int, dtype: torch.dtype
-) -> tuple[dict[str, torch.Tensor], dict[str, Branch], LayerStats]:
+    weights: Mapping[str, Tensor], stats: LayerStats, rank: int, dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Branch], LayerStats]:
     """Takes a branch off each of several weights `[out, in]` that read one input.
 
     Residual and branch together make up for the input's drift, and for the stream's error. Returns the residuals and
@@ -112,11 +113,8 @@ def take_branches(
 
 
 def refit_branches(
-    residuals: Mapping[str, torch.Tensor],
-    rounded: Mapping[str, torch.Tensor],
-    branches: Mapping[str, Branch],
-    stats: LayerStats,
-) -> tuple[dict[str, torch.Tensor], dict[str, Branch]]:
+    residuals: Mapping[str, Tensor], rounded: Mapping[str, Tensor], branches: Mapping[str, Branch], stats: LayerStats
+) -> tuple[dict[str, Tensor], dict[str, Branch]]:
     """Fits the branches to the errors of the rounded weights.
 
     `residuals` are the weights `[out, in]` less their branches. Returns the weights less the new branches, and these
@@ -136,7 +134,7 @@ def refit_branches(
     return targets, refitted
 
 
-def _metrics(weights: Mapping[str, torch.Tensor], stats: LayerStats) -> dict[str, LossMetric]:
+def _metrics(weights: Mapping[str, Tensor], stats: LayerStats) -> dict[str, LossMetric]:
     """Returns the metric of each of several weights, whose outputs follow each other in the statistics."""
     total = sum(len(weight) for weight in weights.values())
     blocks = [] if stats.outputs is None else stats.outputs.blocks_of(total)
@@ -147,9 +145,7 @@ def _metrics(weights: Mapping[str, torch.Tensor], stats: LayerStats) -> dict[str
     return metrics
 
 
-def lowrank_branch(
-    weight: torch.Tensor, noise: torch.Tensor, rank: int, dtype: torch.dtype, metric: LossMetric = _PLAIN
-) -> Branch:
+def lowrank_branch(weight: Tensor, noise: Tensor, rank: int, dtype: torch.dtype, metric: LossMetric = _PLAIN) -> Branch:
     """Returns the branch of `[out, in]` that leaves the least noise, whose power by input is `noise` `[in]`.
 
     It is (down `[rank, in]`, up `[out, rank]`) in `dtype`, of columns and rows of equal norm, so that neither overflows
@@ -161,20 +157,20 @@ def lowrank_branch(
     return _balanced(directions.t() @ wide, metric.leave(directions), dtype)
 
 
-def _balanced(down: torch.Tensor, up: torch.Tensor, dtype: torch.dtype) -> Branch:
+def _balanced(down: Tensor, up: Tensor, dtype: torch.dtype) -> Branch:
     """Returns the same product from rows of `down` and columns of `up` of equal norm."""
     tiny = torch.finfo(torch.float32).tiny
     size = (down.norm(dim=1).clamp(min=tiny) / up.norm(dim=0).clamp(min=tiny)).sqrt()
     return (down / size[:, None]).to(dtype), (up * size).to(dtype)
 
 
-def residual_weight(weight: torch.Tensor, branch: Branch) -> torch.Tensor:
+def residual_weight(weight: Tensor, branch: Branch) -> Tensor:
     """Returns `weight` less the product of its stored branch, in its dtype; the product is taken in float64."""
     down, up = branch
     return (weight.double() - up.double() @ down.double()).to(weight.dtype)
 
 
-def _output_directions(weighted: torch.Tensor, rank: int) -> torch.Tensor:
+def _output_directions(weighted: Tensor, rank: int) -> Tensor:
     """Returns the left singular vectors of W L that belong to its largest singular values, `[out, rank]`."""
     rows, columns = weighted.shape
     if rows <= columns:

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from quant.calibration.attention_names import text_config
@@ -46,12 +46,12 @@ def rotation_block(columns: int, largest: int = LARGEST_BLOCK) -> int:
     return block if block > 1 else 0
 
 
-def rotate_weight(weight: torch.Tensor, block: int) -> torch.Tensor:
+def rotate_weight(weight: Tensor, block: int) -> Tensor:
     """Returns W Hᵀ for a weight `[..., out, in]`, in blocks along its inputs; 0 leaves it. float64 stays float64."""
     return hadamard_transform(weight, block) if block else weight
 
 
-def matrix_of(weight: torch.Tensor, parts: RunTimeParts) -> torch.Tensor:
+def matrix_of(weight: Tensor, parts: RunTimeParts) -> Tensor:
     """Returns the matrix `[out, in]` by which a layer multiplies its input: its weight with the operations of run time.
 
     `weight` is dense, as it was rounded: scaled, rotated and without its branch.
@@ -70,7 +70,7 @@ _PASSES = {"to", "clone", "contiguous", "float", "type_as", "detach", "dropout",
 _PASSES |= {"__getitem__", "view", "reshape", "truediv", "__truediv__"}
 _ADDS = {"add", "__add__", "__radd__"}
 
-Turn = Callable[[torch.Tensor], torch.Tensor]
+Turn = Callable[[Tensor], Tensor]
 """Rotates vectors along the last dimension of a float64 tensor."""
 
 
@@ -84,9 +84,7 @@ class Residual:
     tied: tuple[str, ...]  # readers whose weight is a writer's
 
 
-def merge_rotations(
-    model: nn.Module, rows: torch.Tensor, blocks: Sequence[str], layers: Collection[str]
-) -> dict[str, str]:
+def merge_rotations(model: nn.Module, rows: Tensor, blocks: Sequence[str], layers: Collection[str]) -> dict[str, str]:
     """Rotates the inputs of `layers` in place where that costs nothing at run time; returns a sentence on each."""
     notes, why = {}, "nothing before the layer can take it"
     readers: set[str] = set()
@@ -131,7 +129,7 @@ def _merge_in_block(model: nn.Module, owner: str, call: Call, name: str) -> int:
 
 
 def merge_residual_rotation(
-    model: nn.Module, run: Callable[[nn.Module], Any], rotation: torch.Tensor | None = None
+    model: nn.Module, run: Callable[[nn.Module], Any], rotation: Tensor | None = None
 ) -> Residual:
     """Rotates the residual stream, which is returned, in place and at no cost at run time.
 
@@ -223,22 +221,22 @@ class _Trace(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.made: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        self.made: dict[int, tuple[str, list[Tensor]]] = {}
         self.outputs: dict[int, str] = {}
-        self.inputs: dict[str, torch.Tensor] = {}
+        self.inputs: dict[str, Tensor] = {}
         self.alive: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if isinstance(out, torch.Tensor):
-            operands = [a for a in args if isinstance(a, torch.Tensor) and a.numel() > 1]
+        if isinstance(out, Tensor):
+            operands = [a for a in args if isinstance(a, Tensor) and a.numel() > 1]
             # In-place functions return their operand, which would be its own origin and make the search endless.
             if not any(a is out for a in operands):
                 self.alive.append((out, operands))
                 self.made[id(out)] = (getattr(func, "__name__", ""), operands)
         return out
 
-    def source(self, x: torch.Tensor) -> str | None:
+    def source(self, x: Tensor) -> str | None:
         """Returns the module that gave `x`, or a view of it."""
         while id(x) not in self.outputs:
             name, operands = self.made.get(id(x), ("", []))
@@ -247,7 +245,7 @@ class _Trace(TorchFunctionMode):
             x = operands[0]
         return self.outputs[id(x)]
 
-    def writers(self, x: torch.Tensor, norm: str) -> list[str]:
+    def writers(self, x: Tensor, norm: str) -> list[str]:
         """Returns the modules whose outputs add up to `x`."""
         if id(x) in self.outputs:
             return [self.outputs[id(x)]]
@@ -284,7 +282,7 @@ def _watch(model: nn.Module, run: Callable[[nn.Module], Any]) -> _Trace:
     return trace
 
 
-def gain_of(module: nn.Module, name: str) -> tuple[torch.Tensor, float]:
+def gain_of(module: nn.Module, name: str) -> tuple[Tensor, float]:
     """Returns the factors of an RMS norm, float64 `[width]`, and the weight with which it would multiply by 1.
 
     ValueError where it does something else than divide by the root mean square and multiply by its weight, or by 1 +
@@ -305,7 +303,7 @@ def gain_of(module: nn.Module, name: str) -> tuple[torch.Tensor, float]:
     raise ValueError(f"{name}: not an RMS norm (it has a mean or a bias), so its input cannot be rotated")
 
 
-def _rotate(module: nn.Module, turn: Turn, *, inputs: bool, gain: torch.Tensor | None = None) -> None:
+def _rotate(module: nn.Module, turn: Turn, *, inputs: bool, gain: Tensor | None = None) -> None:
     """Rotates a module's inputs, or its outputs, in float64; `gain` multiplies its input channels before."""
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
@@ -338,7 +336,7 @@ def _restored_on_error(model: nn.Module, names: Sequence[str]) -> Iterator[None]
         raise
 
 
-def _check_unchanged(before: torch.Tensor, after: torch.Tensor, what: str) -> None:
+def _check_unchanged(before: Tensor, after: Tensor, what: str) -> None:
     limit = _TOLERANCE[before.dtype]
     error = float((after.double() - before.double()).norm() / before.double().norm())
     if not error <= limit:

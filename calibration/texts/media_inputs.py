@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import install_command, option
 from quant.calibration.inputs import Inputs, inputs_of
@@ -374,7 +374,7 @@ class Preparer:
         )
 
 
-def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> torch.Tensor:
+def decoder_ids(model: nn.Module, tokenizer: Any, target: str, length: int) -> Tensor:
     """Returns the decoder's input while it writes a text: its start token, then the text, int64 `[1, tokens]`."""
     start = start_of(model)
     ids = list(tokenizer(text_target=target, truncation=True, max_length=length)["input_ids"]) if target else []
@@ -425,15 +425,15 @@ def _lacks_text(kwargs: dict[str, Any]) -> bool:
     return DECODER in kwargs and kwargs[DECODER].shape[1] == 1
 
 
-def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _decode_greedily(model: Any, kwargs: dict[str, Any]) -> Tensor:
     """Returns the decoder's start token and at most `TOKENS` tokens after it, int64 `[1, tokens]`; one encoder pass."""
     device = device_of(model)
-    arguments = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in kwargs.items() if k != DECODER}
+    arguments = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kwargs.items() if k != DECODER}
     encoder = model.get_encoder()
     encoder_parameters = set(inspect.signature(encoder.forward).parameters)
     encoded = encoder(**{name: value for name, value in arguments.items() if name in encoder_parameters})
     mask = {name: value for name, value in arguments.items() if name == "attention_mask"}
-    ids: torch.Tensor = kwargs[DECODER].to(device)
+    ids: Tensor = kwargs[DECODER].to(device)
     ends: set[int] = set()
     for config in (getattr(model, "generation_config", None), model.config):
         end = getattr(config, "eos_token_id", None)
@@ -496,7 +496,7 @@ def read_inputs(
     return inputs
 
 
-def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] | None:
+def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, Tensor] | None:
     """Returns the tensors of a file that is made of a model's arguments; None where it holds only token ids."""
     parameters = inspect.signature(model.forward).parameters
     takes = [name for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
@@ -517,7 +517,7 @@ def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, torch.Tensor] |
     )
 
 
-def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, torch.Tensor]:
+def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, Tensor]:
     """Returns the tensors of a file by name; a single tensor of torch.save has the name of the first argument."""
     if path.suffix == ".safetensors":
         try:
@@ -531,9 +531,9 @@ def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, torch.Tensor]:
     except Exception as error:  # pickle and zip have no common class of errors
         first_line = str(error).strip().split("\n")[0]
         raise ValueError(f"{path}: torch.load cannot read it as tensors ({first_line})") from None
-    if isinstance(content, torch.Tensor) and takes:
+    if isinstance(content, Tensor) and takes:
         return {takes[0]: content}
-    if isinstance(content, dict) and content and all(isinstance(each, torch.Tensor) for each in content.values()):
+    if isinstance(content, dict) and content and all(isinstance(each, Tensor) for each in content.values()):
         return {str(name): tensor for name, tensor in content.items()}
     raise ValueError(
         f"{path}: holds {type(content).__name__}; save a tensor, or a dict of tensors by the names of the model's "

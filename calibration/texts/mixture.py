@@ -31,7 +31,7 @@ from importlib import resources
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, megabytes
 from quant.base.processor import memory_left
@@ -65,7 +65,7 @@ def mixture_rows(
     seqlen: int,
     own_only: bool = False,
     why_not: str | None = None,
-) -> tuple[torch.Tensor, Record]:
+) -> tuple[Tensor, Record]:
     """Returns the rows of calibration text, int64 `[rows, seqlen]` on the CPU, and how they came about.
 
     Without a model that writes, or with a reason `why_not`, all text is samples; without a tokenizer, all is the
@@ -76,7 +76,7 @@ def mixture_rows(
     needed = samples * (seqlen - (start is not None))
     length = max(2, min(PIECE, needed // samples))
     generator = random.Random(session.seed)
-    stock: dict[str, list[torch.Tensor]] = {}  # pieces of each file of samples, in a random order
+    stock: dict[str, list[Tensor]] = {}  # pieces of each file of samples, in a random order
     if tokenizer is not None and not own_only:
         stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
         for pieces in stock.values():
@@ -114,7 +114,7 @@ def mixture_rows(
     return rows, record if OWN in parts else {**record, "no_own_text": why_not}
 
 
-def rows_hash(rows: torch.Tensor) -> str:
+def rows_hash(rows: Tensor) -> str:
     """Returns SHA-256 of token ids, int64 `[rows, seqlen]`."""
     return hashlib.sha256(rows.contiguous().numpy().tobytes()).hexdigest()
 
@@ -131,7 +131,7 @@ def turns(document: str) -> list[dict[str, str]]:
     return [{"role": r, "content": c.strip()} for r, c in zip(parts[::2], parts[1::2], strict=True)]
 
 
-def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[torch.Tensor]:
+def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int | None) -> list[Tensor]:
     """Returns a file of samples as pieces of at most `length` tokens, the end-of-text token included."""
     pieces = []
     for document in sample_texts(name):
@@ -143,12 +143,12 @@ def _pieces(name: str, tokenizer: Any, length: int, start: int | None, end: int 
     return pieces
 
 
-def _text(text: str, tokenizer: Any, start: int | None) -> torch.Tensor:
+def _text(text: str, tokenizer: Any, start: int | None) -> Tensor:
     """Returns the token ids of a text without its start token."""
     return _bare(torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64, device="cpu"), start)
 
 
-def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> torch.Tensor:
+def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, ask: bool = False) -> Tensor:
     """Returns a chat's ids without start token, by the template or joined by roles; `ask` ends before the answer."""
     try:
         return _bare(chat_ids(messages, tokenizer, "samples", ask=ask), start)
@@ -157,16 +157,12 @@ def _chat(messages: list[dict[str, str]], tokenizer: Any, start: int | None, *, 
         return _text("\n\n".join([*lines, *(["Assistant:"] if ask else [])]), tokenizer, start)
 
 
-def _bare(ids: torch.Tensor, start: int | None) -> torch.Tensor:
+def _bare(ids: Tensor, start: int | None) -> Tensor:
     return ids[1:] if start is not None and len(ids) and int(ids[0]) == start else ids
 
 
 def _openings(
-    stock: Mapping[str, Sequence[torch.Tensor]],
-    tokenizer: Any,
-    length: int,
-    start: int | None,
-    generator: random.Random,
+    stock: Mapping[str, Sequence[Tensor]], tokenizer: Any, length: int, start: int | None, generator: random.Random
 ) -> list[list[int]]:
     """Returns openings of the model's own text, four in turn: none, the first words of a sample, none, a question.
 
@@ -194,7 +190,7 @@ def _own_pieces(
     openings: Sequence[Sequence[int]],
     end: int | None,
     session: Session,
-) -> list[torch.Tensor]:
+) -> list[Tensor]:
     """Returns at least `needed` tokens of the model's own text in pieces of at most `length`, without start tokens."""
     start = first_token(model, tokenizer)
     piece_tokens = length - (start is not None) + (end is not None)
@@ -222,11 +218,9 @@ def _apportioned(count: int, shares: Mapping[str, float]) -> dict[str, int]:
     return counts
 
 
-def _first_pieces(
-    stock: Mapping[str, list[torch.Tensor]], counts: Mapping[str, int], length: int
-) -> dict[str, list[torch.Tensor]]:
+def _first_pieces(stock: Mapping[str, list[Tensor]], counts: Mapping[str, int], length: int) -> dict[str, list[Tensor]]:
     """Returns the first pieces of every part, until they hold about as many tokens as `counts` pieces of `length`."""
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in stock}
+    parts: dict[str, list[Tensor]] = {name: [] for name in stock}
     for name, pieces in stock.items():
         # Half a piece less, so that parts end above their share as often as below it.
         tokens_left = (counts[name] - 0.5) * length
@@ -236,7 +230,7 @@ def _first_pieces(
     return parts
 
 
-def _tokens(parts: Mapping[str, Sequence[torch.Tensor]]) -> int:
+def _tokens(parts: Mapping[str, Sequence[Tensor]]) -> int:
     return sum(len(piece) for pieces in parts.values() for piece in pieces)
 
 
@@ -305,13 +299,13 @@ def mixed_text(
     samples: int = 32,
     seqlen: int = 512,
     own_only: bool = False,
-) -> tuple[torch.Tensor, Record]:
+) -> tuple[Tensor, Record]:
     """Returns a mixture, int64 `[samples, seqlen]`, and its record, for a plan that needs data and has none."""
     context = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen
     session = session or Session()
 
-    def write() -> tuple[torch.Tensor, Record]:
+    def write() -> tuple[Tensor, Record]:
         why_not = _too_large(model, session)
         shape: dict[str, Any] = {"samples": samples, "seqlen": seqlen, "own_only": own_only}
         # Only samples, without the half that the model would write.

@@ -53,7 +53,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import check_installed
 from quant.base.torch_modes import in_own_modes
@@ -244,7 +244,7 @@ def _one_line(error: Exception) -> str:
 _CHATS = ("messages", "conversations")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}  # ShareGPT's names
 
-Document = tuple[torch.Tensor, bool]
+Document = tuple[Tensor, bool]
 """int64 `[tokens]`, and whether it still needs an end-of-text token."""
 
 
@@ -269,7 +269,7 @@ def _documents(item: Any, tokenizer: Any, name: str, column: str | None) -> Iter
             yield from _id_documents(item["input_ids"], item.get("attention_mask"), name)
         else:
             yield from _documents(item[_choose_column(item, column, name)], tokenizer, name, column)
-    elif isinstance(item, torch.Tensor | np.ndarray):
+    elif isinstance(item, Tensor | np.ndarray):
         yield from _id_documents(item, None, name)
     elif not isinstance(item, Sequence):
         raise ValueError(
@@ -281,7 +281,7 @@ def _documents(item: Any, tokenizer: Any, name: str, column: str | None) -> Iter
         yield _ids(item, name), False
     else:
         # (inputs, targets), which torch's own collation turns into a list of two batches.
-        pair = bool(item) and isinstance(item[0], torch.Tensor) and (isinstance(item, tuple) or item[0].dim() == 2)
+        pair = bool(item) and isinstance(item[0], Tensor) and (isinstance(item, tuple) or item[0].dim() == 2)
         for part in item[:1] if pair else item:
             yield from _documents(part, tokenizer, name, column)
 
@@ -302,7 +302,7 @@ def _choose_column(record: Mapping[str, Any], column: str | None, name: str) -> 
 
 def _id_documents(ids: Any, mask: Any | None, name: str) -> Iterator[Document]:
     """Yields ids `[tokens]` or `[documents, tokens]`, as tensor, array or ragged lists, without masked tokens."""
-    nested = ids.ndim == 2 if isinstance(ids, torch.Tensor | np.ndarray) else bool(ids) and np.ndim(ids[0]) > 0
+    nested = ids.ndim == 2 if isinstance(ids, Tensor | np.ndarray) else bool(ids) and np.ndim(ids[0]) > 0
     rows, masks = (ids, mask) if nested else ([ids], [mask])
     for i, row in enumerate(rows):
         document = _ids(row, name)
@@ -310,7 +310,7 @@ def _id_documents(ids: Any, mask: Any | None, name: str) -> Iterator[Document]:
         yield (document if shown is None else document[torch.as_tensor(shown).bool().cpu()]), False
 
 
-def _ids(values: Any, name: str, dims: tuple[int, ...] = (1,)) -> torch.Tensor:
+def _ids(values: Any, name: str, dims: tuple[int, ...] = (1,)) -> Tensor:
     ids = torch.as_tensor(values).cpu()
     integer = not (ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool)
     if ids.dim() not in dims or not (integer or ids.numel() == 0):
@@ -320,7 +320,7 @@ def _ids(values: Any, name: str, dims: tuple[int, ...] = (1,)) -> torch.Tensor:
     return ids.long()
 
 
-def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, ask: bool = False) -> torch.Tensor:
+def chat_ids(turns: Sequence[Mapping[str, Any]], tokenizer: Any, name: str, *, ask: bool = False) -> Tensor:
     """Returns the token ids of a chat through the tokenizer's template."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
@@ -349,7 +349,7 @@ def start_token(tokenizer: Any | None) -> int | None:
     return int(bos) if len(ids) > 1 and int(ids[0]) == bos else None
 
 
-def cut_rows(ids: torch.Tensor, seqlen: int, start: int | None = None) -> torch.Tensor:
+def cut_rows(ids: Tensor, seqlen: int, start: int | None = None) -> Tensor:
     """Returns the rows of `seqlen` tokens from documents `[documents, tokens]`, which no row crosses.
 
     With a start token, every row begins with it, and one that a document begins with already is not doubled.
@@ -373,9 +373,9 @@ def pack_rows(
     seqlen: int,
     name: str,
     start: int | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns rows cut every `seqlen` tokens from the chain of all documents, texts closed by the token `end`."""
-    parts: list[torch.Tensor] = []
+    parts: list[Tensor] = []
     tokens, count, texts = 0, 0, False
     for ids, is_open in documents:
         texts |= is_open
@@ -393,7 +393,7 @@ def pack_rows(
     return rows[:samples]
 
 
-def _check_length(rows: torch.Tensor, needed: int, seqlen: int, named: str, documents: int, tokens: int) -> None:
+def _check_length(rows: Tensor, needed: int, seqlen: int, named: str, documents: int, tokens: int) -> None:
     """Raises ValueError, with the ways out, where `documents` of so many `tokens` gave fewer rows than needed."""
     shorter = tokens // -(-needed // documents)
     ways = [f"samples to {len(rows)}"] * (len(rows) > 0) + [f"seqlen to {shorter}"] * (shorter > 1)
@@ -404,9 +404,9 @@ def _check_length(rows: torch.Tensor, needed: int, seqlen: int, named: str, docu
         )
 
 
-def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> torch.Tensor:
+def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, name: str) -> Tensor:
     """Returns the beginning of every document that has `seqlen` tokens."""
-    rows: list[torch.Tensor] = []
+    rows: list[Tensor] = []
     count = longest = 0
     for ids, _ in documents:
         count, longest = count + 1, max(longest, len(ids))
@@ -424,7 +424,7 @@ def whole_rows(documents: Iterable[Document], samples: int | None, seqlen: int, 
     return torch.stack(rows)
 
 
-Text = str | Path | torch.Tensor
+Text = str | Path | Tensor
 
 FEW = 16
 """Tokens of a row that are enough to try a model on."""
@@ -445,7 +445,7 @@ def calibration_rows(
     config: str | None = None,
     split: str | None = None,
     column: str | None = None,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns calibration rows from any source.
 
     Args:
@@ -477,7 +477,7 @@ def calibration_rows(
         session = Session(progress=progress and (lambda stage, done, total: progress(done, total)), seed=seed)
         return generate_rows(model, tokenizer, samples=samples, seqlen=seqlen, session=session)
     corpus = parse_corpus(str(source)) if isinstance(source, str | Path) else None
-    if corpus is None and isinstance(source, str | Path | torch.Tensor):
+    if corpus is None and isinstance(source, str | Path | Tensor):
         if isinstance(source, str) and re.fullmatch(r"[\w-]+/[\w-]+", source) and not Path(source).exists():
             raise FileNotFoundError(f"{source}: no such text file; a data set of the Hugging Face hub is hf:{source}")
         return token_rows(source, tokenizer, samples=samples, seqlen=seqlen, seed=seed if shuffle else None)
@@ -506,7 +506,7 @@ def calibration_rows(
 
 def token_rows(
     text: Text, tokenizer: Any | None, *, samples: int | None, seqlen: int, seed: int | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """Returns the rows of token ids from a text file or from ids that exist already.
 
     Args:
@@ -527,7 +527,7 @@ def token_rows(
             outside the tokenizer's vocabulary.
     """
     _check_size(samples, seqlen)
-    name = "token tensor" if isinstance(text, torch.Tensor) else str(text)
+    name = "token tensor" if isinstance(text, Tensor) else str(text)
     ids, start = _read_ids(text, tokenizer, name)
     if tokenizer is not None:
         _check_vocabulary(ids, len(tokenizer), name)
@@ -541,10 +541,10 @@ def token_rows(
     return rows[:samples].clone()
 
 
-def _read_ids(text: Text, tokenizer: Any | None, name: str) -> tuple[torch.Tensor, int | None]:
+def _read_ids(text: Text, tokenizer: Any | None, name: str) -> tuple[Tensor, int | None]:
     """Returns token ids as int64 `[documents, tokens]`, and the start token that every row of them is to have."""
     start = None
-    if isinstance(text, torch.Tensor):
+    if isinstance(text, Tensor):
         ids = text
     elif ".safetensors" in Path(name).suffix:
         ids = _read_safetensors(name)
@@ -557,7 +557,7 @@ def _read_ids(text: Text, tokenizer: Any | None, name: str) -> tuple[torch.Tenso
     return ids.reshape(-1, ids.shape[-1]), start
 
 
-def _read_safetensors(name: str) -> torch.Tensor:
+def _read_safetensors(name: str) -> Tensor:
     stem, _, key = name.removesuffix(".safetensors").partition(".safetensors:")
     path = f"{stem}.safetensors"
     if not Path(path).is_file():
@@ -574,7 +574,7 @@ def _read_safetensors(name: str) -> torch.Tensor:
         raise ValueError(f"{path}: not a complete safetensors file: {error}") from None
 
 
-def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
+def _tokenize(path: Path, tokenizer: Any | None) -> Tensor:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such text file")
     try:
@@ -589,7 +589,7 @@ def _tokenize(path: Path, tokenizer: Any | None) -> torch.Tensor:
     return torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64, device="cpu")
 
 
-def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tokenizer") -> None:
+def _check_vocabulary(ids: Tensor, size: int, name: str, owner: str = "tokenizer") -> None:
     low, high = (int(n) for n in torch.aminmax(ids))
     # An id beyond the embedding would be an index error on a CPU and an asynchronous device assert on a GPU.
     if low < 0 or high >= size:
@@ -600,7 +600,7 @@ def _check_vocabulary(ids: torch.Tensor, size: int, name: str, owner: str = "tok
         )
 
 
-def trial_rows(rows: torch.Tensor) -> torch.Tensor:
+def trial_rows(rows: Tensor) -> Tensor:
     """Returns a small part of the calibration rows for trial runs: the first tokens, or a whole input."""
     if not rows.is_floating_point():
         return rows[:1, :FEW]
@@ -608,16 +608,16 @@ def trial_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows[:FEW] if rows.dim() == 2 else rows[:1]
 
 
-def check_ids(rows: torch.Tensor, model: nn.Module) -> None:
+def check_ids(rows: Tensor, model: nn.Module) -> None:
     """Raises ValueError where `rows` holds token ids that `model` has no embedding for, or more than its positions."""
-    if isinstance(rows, torch.Tensor) and rows.dim() == 2 and not rows.is_floating_point():
+    if isinstance(rows, Tensor) and rows.dim() == 2 and not rows.is_floating_point():
         check_positions(rows.shape[1], getattr(model, "config", None), type(model).__name__)
     find = getattr(model, "get_input_embeddings", None)
     try:
         weight = getattr(find() if callable(find) else None, "weight", None)
     except (NotImplementedError, AttributeError):  # transformers' answer for a model that looks up no tokens
         weight = None
-    if isinstance(weight, torch.Tensor) and rows.numel() and not rows.is_floating_point():
+    if isinstance(weight, Tensor) and rows.numel() and not rows.is_floating_point():
         _check_vocabulary(rows, len(weight), "calibration rows", "model")
 
 

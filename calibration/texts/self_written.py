@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import option
 from quant.calibration.evaluating import evaluating
@@ -57,7 +57,7 @@ def generate_rows(
     openings: Sequence[Sequence[int]] = ((),),
     temperatures: Sequence[float] = (1.0,),
     session: Session = _ALONE,
-) -> torch.Tensor:
+) -> Tensor:
     """Returns the rows of tokens drawn from a causal language model, int64 `[samples, seqlen]` on the CPU.
 
     It is transformers', or maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`; one that returns no
@@ -109,7 +109,7 @@ def _rows_at_once(model: nn.Module, seqlen: int) -> int:
     return min(max(cache_bytes // max(row_bytes, 1), ROWS_AT_ONCE), _MOST_AT_ONCE)
 
 
-def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> torch.Tensor:
+def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int) -> Tensor:
     """Returns how each token is chosen, int64 `[rows, seqlen]`: an id is itself, `_LIKELY` argmax, `_DRAWN` a draw."""
     template = torch.full((len(openings), seqlen), _DRAWN, device="cpu")
     for row, opening in zip(template, openings, strict=True):
@@ -122,12 +122,7 @@ def _template(openings: Sequence[Sequence[int]], start: int | None, seqlen: int)
 
 
 def _fill(
-    model: nn.Module,
-    rows: torch.Tensor,
-    uniform: torch.Tensor,
-    template: torch.Tensor,
-    temperatures: torch.Tensor,
-    allowed: torch.Tensor,
+    model: nn.Module, rows: Tensor, uniform: Tensor, template: Tensor, temperatures: Tensor, allowed: Tensor
 ) -> Iterator[int]:
     """Writes `rows`, int64 `[rows, seqlen]`, position by position; yields every position as soon as it is written.
 
@@ -137,7 +132,7 @@ def _fill(
     rows[:, 0] = torch.where(template[:, 0] == _DRAWN, first, template[:, 0])
     yield 0
     cache: Any = None
-    opening: torch.Tensor | None = None
+    opening: Tensor | None = None
     divisor = temperatures[:, None].to(allowed.device)
     for position in range(1, rows.shape[1]):
         logits, cache = _step(model, rows[:, :position].to(allowed.device), cache)
@@ -159,7 +154,7 @@ def _fill(
         yield position
 
 
-def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def _draw(logits: Tensor, uniform: Tensor) -> Tensor:
     """Returns one token a row: the first whose cumulative probability exceeds that row's uniform number in [0, 1).
 
     Logits are float32 `[rows, vocabulary]`, -inf where a token must not come.
@@ -171,7 +166,7 @@ def _draw(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted(cumulative, target, right=True)[:, 0]
 
 
-def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, Any]:
+def _step(model: Any, prefix: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Returns the logits of the positions that are new, and the cache, None where the model keeps none."""
     if hasattr(model, "prepare_inputs_for_generation"):
         new = prefix if cache is None else prefix[:, -1:]
@@ -180,7 +175,7 @@ def _step(model: Any, prefix: torch.Tensor, cache: Any) -> tuple[torch.Tensor, A
     else:
         output = model(prefix)
     logits: Any = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    if not isinstance(logits, torch.Tensor) or logits.dim() != 3 or logits.shape[0] != len(prefix):
+    if not isinstance(logits, Tensor) or logits.dim() != 3 or logits.shape[0] != len(prefix):
         raise ValueError(f"{_no_text(model)}: it does not give logits [rows, tokens, vocabulary]")
     return logits, cache_of(output)
 
@@ -194,7 +189,7 @@ def first_token(model: nn.Module, tokenizer: Any | None) -> int | None:
     return None
 
 
-def _drawable(model: nn.Module, tokenizer: Any | None) -> torch.Tensor:
+def _drawable(model: nn.Module, tokenizer: Any | None) -> Tensor:
     """Returns bool `[vocabulary]`, on the device of the embedding: tokens that may stand in the middle of a text."""
     embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     if embedding is None:

@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError, near_file, option, versions
@@ -83,7 +83,7 @@ class TextCache:
         }
         return cls(directory / "texts" / f"{hashlib.sha256(json_text(depends).encode()).hexdigest()}.safetensors")
 
-    def read(self) -> tuple[torch.Tensor, Record] | None:
+    def read(self) -> tuple[Tensor, Record] | None:
         """Returns the rows, int64 `[samples, seqlen]`, and their record; None where there are none, or damaged ones."""
         try:
             with safe_open(self.path, "pt") as file:
@@ -93,7 +93,7 @@ class TextCache:
         is_whole = isinstance(record, dict) and record.get("sha256") == rows_hash(rows)
         return (rows, record) if is_whole else None
 
-    def write(self, rows: torch.Tensor, record: Record) -> None:
+    def write(self, rows: Tensor, record: Record) -> None:
         """Keeps rows and their record. A directory that cannot be written to costs later runs time, and no result."""
         try:
             write_atomically(self.path, save({"rows": rows.contiguous()}, metadata={"record": json_text(record)}))
@@ -280,7 +280,7 @@ def named_inputs(source: Source, rows: Rows) -> Inputs | None:
 
 def read_calibration(
     source: Source, rows: Rows, session: Session, *, listener: Listener = SILENT, plan: Plan | None = None
-) -> tuple[torch.Tensor | Inputs, list[Record]]:
+) -> tuple[Tensor | Inputs, list[Record]]:
     """Returns the calibration data, int64 `[samples, seqlen]` or inputs of the model, and a record of each source.
 
     The plan, if there is one yet, names a layer that needs the data in the error message.
@@ -300,7 +300,7 @@ def read_calibration(
     if fits < rows.seqlen:
         listener.message(f"rows have {fits} tokens, the context of this model, and not {option('seqlen', rows.seqlen)}")
         rows = replace(rows, seqlen=fits)
-    placed_rows: list[tuple[float, torch.Tensor]] = []
+    placed_rows: list[tuple[float, Tensor]] = []
     records: list[Record] = []
     seqlen = rows.seqlen
     for name, each in rows.by_source().items():
@@ -320,7 +320,7 @@ def read_calibration(
 
 def _written_rows(
     source: Source, name: str, rows: Rows, session: Session, listener: Listener, plan: Plan | None
-) -> tuple[torch.Tensor, Record]:
+) -> tuple[Tensor, Record]:
     """Returns the rows of `mix` or `self`, and their record; from the cache if an earlier run wrote them."""
     session = replace(session, seed=rows.seed)
     cache = _cache_of(source, name, rows, session)
@@ -354,7 +354,7 @@ def _cache_of(source: Source, name: str, rows: Rows, session: Session) -> TextCa
     return TextCache.of(source, session, {"name": name, "samples": rows.samples, "seqlen": seqlen})
 
 
-def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Record]:
+def _file_rows(source: Source, name: str, rows: Rows) -> tuple[Tensor, Record]:
     samples = None if rows.at_most else rows.samples
     text = calibration_rows(name, _tokenizer_for(source, name), samples=samples, seqlen=rows.seqlen, seed=rows.seed)
     text = text[: rows.samples]
@@ -377,7 +377,7 @@ def _file_rows(source: Source, name: str, rows: Rows) -> tuple[torch.Tensor, Rec
     return text, record
 
 
-def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
+def read_texts(source: Source, rows: Rows) -> dict[str, Tensor]:
     """Returns the first token rows `[samples, seqlen]` of each source; files of token ids need no tokenizer."""
     texts = {}
     for name in rows.sources:
@@ -388,9 +388,9 @@ def read_texts(source: Source, rows: Rows) -> dict[str, torch.Tensor]:
 
 def read_evaluation(
     source: Source, rows: Rows, session: Session, *, writer: nn.Module | None = None, listener: Listener = SILENT
-) -> dict[str, torch.Tensor | Inputs]:
+) -> dict[str, Tensor | Inputs]:
     """Returns evaluation data by the name of its source: inputs of the model, or rows of a text."""
-    data: dict[str, torch.Tensor | Inputs] = {}
+    data: dict[str, Tensor | Inputs] = {}
     for name in rows.sources:
         each = replace(rows, sources=(name,))
         inputs = named_inputs(source, each)
@@ -410,7 +410,7 @@ def with_decoder_text(model: nn.Module, inputs: Inputs, session: Session) -> Inp
         return from_first(lambda: write_decoder_text(model, inputs, session))
 
 
-def as_rows(model: nn.Module, data: torch.Tensor | Inputs, taker: str) -> torch.Tensor:
+def as_rows(model: nn.Module, data: Tensor | Inputs, taker: str) -> Tensor:
     """Returns calibration data as one tensor, for measurements that work on nothing else."""
     rows = data.as_tensor(model) if isinstance(data, Inputs) else data
     if rows is None or getattr(text_config(getattr(model, "config", None)), "is_encoder_decoder", False):
@@ -421,12 +421,12 @@ def as_rows(model: nn.Module, data: torch.Tensor | Inputs, taker: str) -> torch.
     return rows
 
 
-def digest_of(rows: torch.Tensor | Inputs) -> str:
+def digest_of(rows: Tensor | Inputs) -> str:
     """Returns SHA-256 of the values of rows or calls."""
-    tensors = [rows] if isinstance(rows, torch.Tensor) else rows.tensors()
+    tensors = [rows] if isinstance(rows, Tensor) else rows.tensors()
     values = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data for tensor in tensors]
     hashes = [hashlib.sha256(each).hexdigest() for each in values]
-    return hashes[0] if isinstance(rows, torch.Tensor) else hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return hashes[0] if isinstance(rows, Tensor) else hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
 def _announce_inputs(listener: Listener, verb: str, name: str, inputs: Inputs) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.fast_matmul import fast_matmul, paired_linears
 from quant.calibration.outputs.stream import Stream
@@ -63,13 +63,13 @@ class Block:
         self.stand_ins: dict[str, StandIn] = {}
         # Each solved layer as planned, or as the guard promoted it; None for one kept in 16 bit.
         self.solutions: dict[str, tuple[LayerPlan, Solved | None]] = {}
-        self.learned: dict[str, torch.Tensor] = {}  # [out, in] before rounding, of layers that reconstruction refines
-        self.original_biases: dict[str, torch.Tensor] = {}  # of layers whose bias was corrected
+        self.learned: dict[str, Tensor] = {}  # [out, in] before rounding, of layers that reconstruction refines
+        self.original_biases: dict[str, Tensor] = {}  # of layers whose bias was corrected
         self.module_calls: Counter[str] = Counter()  # of the parents of layers, in the reference pass
         self.remembered: list[nn.Module] = []
         self.stream = Stream()
 
-    def run(self, calls: Sequence[Call]) -> list[torch.Tensor]:
+    def run(self, calls: Sequence[Call]) -> list[Tensor]:
         """Runs the block on some calls; returns the hidden states after it, each where the state before it is."""
         outputs = []
         with fast_matmul(), paired_linears(self.device):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import option
 from quant.calibration.ranks import rank_and_world
@@ -49,7 +49,7 @@ class Scratch(NamedTuple):
         """Returns whether results of `nbytes` go to a file, because they would take much of the memory."""
         return self.directory is not None and self.memory is not None and nbytes > self.memory * _SHARE
 
-    def empty(self, like: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    def empty(self, like: Tensor, shape: Sequence[int]) -> Tensor:
         """Returns an uninitialised tensor in a file, with the dtype of `like`; where that is on a GPU, one there."""
         nbytes = math.prod(shape) * like.dtype.itemsize
         if like.device.type != "cpu" or not nbytes:

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.calibration.evaluating import prepared, without_cache
@@ -137,13 +137,13 @@ def _why_not(model: nn.Module, plan: Plan, data: Any) -> str | None:
     """Returns why transforms cannot be compared on a model and its data; None if they can."""
     if output_head(model) is None or not _first_blocks(model, plan):
         return "the model has no blocks with a language model's head behind them"
-    if not isinstance(data, torch.Tensor) or data.is_floating_point():
+    if not isinstance(data, Tensor) or data.is_floating_point():
         return "its calibration inputs are not rows of tokens"
     needed = ROWS + HELD_OUT
     return f"{len(data)} calibration rows, and it takes {needed} or more" if len(data) < needed else None
 
 
-def _failure(model: nn.Module, data: torch.Tensor) -> str | None:
+def _failure(model: nn.Module, data: Tensor) -> str | None:
     """Returns why the first blocks do not run by themselves; None if they do."""
     try:
         with torch.no_grad(), without_cache([getattr(model, "config", None)]):
@@ -153,7 +153,7 @@ def _failure(model: nn.Module, data: torch.Tensor) -> str | None:
     return None
 
 
-def _losses(model: nn.Module, plan: Plan, data: torch.Tensor, session: Session) -> dict[str, float]:
+def _losses(model: nn.Module, plan: Plan, data: Tensor, session: Session) -> dict[str, float]:
     """Returns what each transform loses on the first blocks, by its prefix."""
     # Rows of a mixture follow each other by kind of text. The seed is fixed: the same rows judge every run.
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0), device="cpu")
@@ -177,7 +177,7 @@ class _Original:
     A merged rotation changes the head and its inputs together, so the weight of both is needed.
     """
 
-    def __init__(self, model: nn.Module, rows: torch.Tensor, session: Session) -> None:
+    def __init__(self, model: nn.Module, rows: Tensor, session: Session) -> None:
         self.rows, self.session = rows, session
         head = output_head(model)
         assert head is not None

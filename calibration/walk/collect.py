@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, option, warn
 from quant.base.listener import Progress
@@ -88,10 +88,10 @@ def _first_bad_tensor(model: nn.Module, block: str) -> str | None:
 def collect_input_amax(
     model: nn.Module,
     names: Collection[str],
-    rows: torch.Tensor,
+    rows: Tensor,
     session: Session | None = None,
     observers: Mapping[str, Observer] | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Returns the largest magnitude of the input of each named layer over `rows`, one forward pass a row.
 
     Names are of linear modules, or of fused-expert projections (`….experts.down_proj`), whose input is the largest over
@@ -103,10 +103,10 @@ def collect_input_amax(
     """
     session = session or Session()
     check_ids(rows, model)
-    amax: dict[str, torch.Tensor] = {}
+    amax: dict[str, Tensor] = {}
     row_index = 0
 
-    def observe(name: str, x: torch.Tensor) -> None:
+    def observe(name: str, x: Tensor) -> None:
         # NaN passes through amax, so one test of the maximum covers all values.
         end.layer_after |= end.at_head
         largest = x.detach().abs().amax().float()
@@ -136,7 +136,7 @@ def collect_input_amax(
             amax |= {name: torch.maximum(amax.get(name, value), value) for name, value in part.items()}
     ranges = {name: observers[name].amax() for name in amax} if observers else amax
     silent = sorted(set(names) - set(ranges))
-    pattern, siblings = partial(_EXPERT.sub, r"\1#"), dict[str, list[torch.Tensor]]()
+    pattern, siblings = partial(_EXPERT.sub, r"\1#"), dict[str, list[Tensor]]()
     for name, value in ranges.items():
         siblings.setdefault(pattern(name), []).append(value)
     if unknown := [name for name in silent if pattern(name) not in siblings]:
@@ -151,8 +151,8 @@ def collect_input_amax(
 
 
 def window_stats(
-    model: nn.Module, layers: Sequence[LayerPlan], rows: torch.Tensor, session: Session,
-    input_scales: Mapping[str, torch.Tensor],
+    model: nn.Module, layers: Sequence[LayerPlan], rows: Tensor, session: Session,
+    input_scales: Mapping[str, Tensor],
 ) -> dict[str, LayerStats]:  # fmt: skip
     """Returns statistics of the windows `[in · kernel]` that convolutions multiply, rounded as they will be.
 
@@ -161,7 +161,7 @@ def window_stats(
     by_name = {layer.name: layer for layer in layers}
     sums = {name: MomentSum() for name in by_name}
 
-    def observe(name: str, x: torch.Tensor) -> None:
+    def observe(name: str, x: Tensor) -> None:
         conv, layer = model.get_submodule(name), by_name[name]
         assert isinstance(conv, nn.Conv2d)
         mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
@@ -197,7 +197,7 @@ class _EndAtHead:
         if self.ends:
             raise Stop
 
-    def run(self, row: torch.Tensor) -> None:
+    def run(self, row: Tensor) -> None:
         """Runs one row."""
         self.at_head = False
         with suppress(Stop):
@@ -205,7 +205,7 @@ class _EndAtHead:
         self.ends = self.at_head and not self.layer_after
 
 
-Observe = Callable[[str, torch.Tensor], None]
+Observe = Callable[[str, Tensor], None]
 """Takes the name of a layer and its input."""
 
 
@@ -236,7 +236,7 @@ def watch_inputs(model: nn.Module, names: Collection[str], observe: Observe) -> 
             seen = partial(lambda name, expert, x: observe(name, x), name)
             watched.setdefault(owner, {})[last] = watch_experts(model, name, seen)
 
-    def show_projection(path: str, projection: str, expert: int, x: torch.Tensor) -> None:
+    def show_projection(path: str, projection: str, expert: int, x: Tensor) -> None:
         # The other projection of the module may be in 16 bit.
         if f"{path}.{projection}" in names:
             observe(f"{path}.{projection}", x)
@@ -255,16 +255,14 @@ def watch_inputs(model: nn.Module, names: Collection[str], observe: Observe) -> 
 class WatchedExperts(ExpertStack):
     """The experts `[experts, out, in]` of a parameter in 16 bit, which show their inputs `[tokens, in]`."""
 
-    def __init__(
-        self, matrices: Sequence[torch.Tensor], stacking: Stacking, observe: Callable[[int, torch.Tensor], None]
-    ) -> None:
+    def __init__(self, matrices: Sequence[Tensor], stacking: Stacking, observe: Callable[[int, Tensor], None]) -> None:
         super().__init__()
         self.matrices, self.stacking, self.observe = matrices, stacking, observe
 
-    def dense(self, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> Tensor:
         return self.matrices[index]
 
-    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def product(self, x: Tensor, index: int) -> Tensor:
         """Shows the input, and multiplies by the weight."""
         rows = x.reshape(-1, x.shape[-1])
         # Models pad an expert's tokens with rows of zeros, which reached no expert.
@@ -273,7 +271,7 @@ class WatchedExperts(ExpertStack):
         return nn.functional.linear(x, self.matrices[index].to(x.device, x.dtype))
 
 
-def watch_experts(model: nn.Module, name: str, observe: Callable[[int, torch.Tensor], None]) -> nn.Parameter:
+def watch_experts(model: nn.Module, name: str, observe: Callable[[int, Tensor], None]) -> nn.Parameter:
     """Replaces a parameter of `model` by a `WatchedExperts`, and returns the parameter."""
     path, _, last = name.rpartition(".")
     module = model.get_submodule(path)
@@ -293,8 +291,8 @@ def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
 
 @in_own_modes
 def calibrate(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, *, device: Device = None, progress: Progress | None = None
-) -> dict[str, torch.Tensor]:
+    model: nn.Module, plan: Plan, data: Tensor | None, *, device: Device = None, progress: Progress | None = None
+) -> dict[str, Tensor]:
     """Returns static activation scales by layer name, float32 scalars; one for all members of a fusion group.
 
     The model runs in evaluation mode on `device`, one block at a time if it does not fit there; by default where it is.
@@ -314,8 +312,8 @@ def calibrate(
 
 
 def input_scales_of(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session, step: str = "input scales"
-) -> dict[str, torch.Tensor]:
+    model: nn.Module, plan: Plan, data: Tensor | None, session: Session, step: str = "input scales"
+) -> dict[str, Tensor]:
     """Returns scales as `calibrate` does, measured in a session, whose store keeps them as the step `step`."""
     finished = session.store.get(step)
     if finished is not None:
@@ -326,9 +324,7 @@ def input_scales_of(
     return scales
 
 
-def _measured_scales(
-    model: nn.Module, plan: Plan, data: torch.Tensor | None, session: Session
-) -> dict[str, torch.Tensor]:
+def _measured_scales(model: nn.Module, plan: Plan, data: Tensor | None, session: Session) -> dict[str, Tensor]:
     static = [layer for layer in plan.quantized if layer.has_static_scale]
     if not static:
         return {}

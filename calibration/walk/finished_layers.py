@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from operator import attrgetter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.ranks import Exchange, from_first, gathered, number_of, own_batches, rank_and_world, wait_for_all
@@ -31,7 +31,7 @@ def keep_layers(
     model: nn.Module,
     layers: Sequence[LayerPlan],
     results: Mapping[str, LayerResult],
-    changed: Mapping[str, torch.Tensor] | None = None,
+    changed: Mapping[str, Tensor] | None = None,
     *,
     alone: bool = False,
 ) -> None:
@@ -52,7 +52,7 @@ def keep_layers(
     ]
 
     # The tensors are swapped for maps of the written file, so that finished layers live in the page cache.
-    def give_back(mapped: Mapping[str, torch.Tensor]) -> None:
+    def give_back(mapped: Mapping[str, Tensor]) -> None:
         for key, tensor in mapped.items():
             kind, _, name = key.partition(":")
             if kind == "model":
@@ -107,7 +107,7 @@ class BlockKeeper(BlockStore):
     ) -> None:
         self.store, self.model, self.results, self.noted = session.store, model, results, noted
         self.memory = session.usable_memory()
-        self.before: dict[str, dict[str, torch.Tensor]] = {}  # tensors of open blocks
+        self.before: dict[str, dict[str, Tensor]] = {}  # tensors of open blocks
         self.kept_layers = 0
         self.kept_states = time.perf_counter()
 
@@ -169,7 +169,7 @@ class BlockKeeper(BlockStore):
         saved = self.store.get("states")
         return states if saved is None else _states(saved.tensors)
 
-    def _changed(self, block: str) -> dict[str, torch.Tensor]:
+    def _changed(self, block: str) -> dict[str, Tensor]:
         """Returns the tensors of the finished block that a solver changed.
 
         Unchanged ones point to their first memory again.
@@ -190,14 +190,14 @@ class BlockKeeper(BlockStore):
         return changed
 
 
-def _stored(block: nn.Module) -> dict[str, torch.Tensor]:
+def _stored(block: nn.Module) -> dict[str, Tensor]:
     """Returns the parameters and buffers of a block, without the buffers of quantized weights."""
     quantized = tuple(f"{name}." for name, module in block.named_modules() if hasattr(module, "quantized_weight"))
     tensors = {**dict(block.named_parameters()), **dict(block.named_buffers())}
     return {name: t for name, t in tensors.items() if not name.startswith(quantized) or name.endswith(".bias")}
 
 
-def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], exchange: Exchange) -> dict[str, torch.Tensor]:
+def _of_all_ranks(kinds: Mapping[str, Sequence[Tensor]], exchange: Exchange) -> dict[str, Tensor]:
     """Returns the hidden states of all batches by name, on the first rank; nothing on the others.
 
     States of several ranks are collected on its device; with one rank they stay where they are.
@@ -212,8 +212,8 @@ def _of_all_ranks(kinds: Mapping[str, Sequence[torch.Tensor]], exchange: Exchang
     return tensors
 
 
-def _states(tensors: Mapping[str, torch.Tensor]) -> States:
-    def of(kind: str) -> list[torch.Tensor]:
+def _states(tensors: Mapping[str, Tensor]) -> States:
+    def of(kind: str) -> list[Tensor]:
         numbers = sorted(int(name.removeprefix(f"{kind}:")) for name in tensors if name.startswith(f"{kind}:"))
         return [tensors[f"{kind}:{numbers[batch]}"] for batch in own_batches(len(numbers))]
 

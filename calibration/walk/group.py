@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.fast_matmul import PairedWeight, fast_matmul, multiplies_pairs
 from quant.calibration.outputs.gradients import OutputMoments
@@ -53,7 +53,7 @@ class Solved:
 
     weight: BlockScaledTensor  # codes and scales of [out, in], or of [experts, out, in]
     parts: RunTimeParts  # the operations of the layer at run time besides its matmul; `weight` is rotated already
-    input_scale: torch.Tensor | None  # static scale of the activation format, float32 scalar, where it has one
+    input_scale: Tensor | None  # static scale of the activation format, float32 scalar, where it has one
     tokens: int  # how many calibration tokens reached the layer; 0 where its siblings' pooled statistics were used
     notes: tuple[str, ...] = ()  # sentences for the report
 
@@ -83,22 +83,22 @@ class Group:
     members: list[LayerPlan]  # the planned layers; the guard may change their formats
     names: list[str]  # the names of the members within the block
     pipeline: Pipeline  # their solver
-    inputs: list[torch.Tensor] = field(default_factory=list)  # original inputs by batch of this rank, [tokens, in]
+    inputs: list[Tensor] = field(default_factory=list)  # original inputs by batch of this rank, [tokens, in]
     batch_numbers: list[int] = field(default_factory=list)  # the numbers of `inputs`, among the batches of all ranks
     # The number, largest magnitudes and sums of magnitudes of each batch, until they are pooled.
-    magnitudes: list[tuple[int, list[torch.Tensor]]] = field(default_factory=list)
+    magnitudes: list[tuple[int, list[Tensor]]] = field(default_factory=list)
     calls: int = 0  # how often the group is called in one pass of the block
     tokens: int = 0  # how many reached it in the original model
-    total: torch.Tensor | None = None  # sum of magnitudes by channel, [in]
-    amax: torch.Tensor | None = None  # largest magnitude by channel, [in]
+    total: Tensor | None = None  # sum of magnitudes by channel, [in]
+    amax: Tensor | None = None  # largest magnitude by channel, [in]
     # The scale that the input is divided by, [in], at run time or by the module before.
-    divisor: torch.Tensor | None = None
+    divisor: Tensor | None = None
     parts: RunTimeParts = field(default_factory=RunTimeParts)  # see `Solved`; branches are the members' own
-    input_scale: torch.Tensor | None = None
+    input_scale: Tensor | None = None
     # Second moment of the gradients at the members' outputs, one after the other, where it was measured.
     outputs: LayerStats | None = None
     # Weights of the tokens of each batch of this rank, [tokens], where gradients were measured.
-    token_weights: list[torch.Tensor] = field(default_factory=list)
+    token_weights: list[Tensor] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # notes for the plan
 
     @property
@@ -117,19 +117,19 @@ class Group:
         # experts.3.up_proj and experts.7.up_proj are siblings: experts.#.up_proj.
         return re.sub(r"\d+", "#", "|".join(self.names)) + f":{self.members[0].shape[-1]}"
 
-    def inputs_of_all_ranks(self, every: int = 1) -> Iterator[torch.Tensor]:
+    def inputs_of_all_ranks(self, every: int = 1) -> Iterator[Tensor]:
         """Yields every `every`-th token of the inputs that all ranks have kept, batch by batch; see `sampled`."""
         assert self.amax is not None
         own = [(n, [sampled(x, every, n)]) for n, x in zip(self.batch_numbers, self.inputs, strict=True)]
         for _, (x,) in Exchange(self.amax.device).in_order(own):
             yield x
 
-    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+    def scaled(self, x: Tensor) -> Tensor:
         """Returns an input of the original model, `[tokens, in]`, scaled and rotated as the quantized one is."""
         x = x if self.divisor is None else x / self.divisor.to(x)
         return RunTimeParts(hadamard=self.parts.hadamard).input(x)
 
-    def round_input(self, x: torch.Tensor) -> torch.Tensor:
+    def round_input(self, x: Tensor) -> Tensor:
         """Returns the input as the quantized layer sees it, `[tokens, in]`, or wider by its residual channels."""
         x = self.parts.widened(self.parts.input(x), self.activation, self.input_scale)
         return round_activation(x, self.activation, self.input_scale)
@@ -162,7 +162,7 @@ class StandIn(Substitute):
     """
 
     def __init__(
-        self, original: nn.Module, dense: torch.Tensor, group: Group, batch: CurrentBatch, parts: RunTimeParts
+        self, original: nn.Module, dense: Tensor, group: Group, batch: CurrentBatch, parts: RunTimeParts
     ) -> None:
         super().__init__()
         self.original, self.dense, self.group = original, dense, group
@@ -172,20 +172,20 @@ class StandIn(Substitute):
         # One that is called several times in a pass would have to remember all of its outputs, and a hook may change
         # an output in place.
         self.keeps = group.calls == 1 and not has_hooks(original)
-        self.outputs: dict[int, torch.Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
         self.read_from(original)
 
     @property
-    def bias(self) -> torch.Tensor | None:
+    def bias(self) -> Tensor | None:
         """The bias of the layer, `[out]`, corrected for rounding where that was done; None where it has none."""
         return getattr(self.original, "bias", None)
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The matrix `[out, in]` that the input is multiplied by, for modeling code that reads it or its dtype."""
         return matrix_of(self.dense, self.parts)
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
+    def product(self, x: Tensor) -> Tensor:
         """Returns the output without its bias."""
         # The low-rank branch below reads the input unrounded, as kernels do at run time.
         rounded = self.group.round_input(x)
@@ -196,7 +196,7 @@ class StandIn(Substitute):
         branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None
         return out if branch is None else out + branch
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         index = self.batch.index
         if index in self.outputs:
             return self.outputs[index] if self.keeps else self.outputs.pop(index)
@@ -207,17 +207,17 @@ class StandIn(Substitute):
         return out
 
 
-def weight_of(block: nn.Module, name: str) -> torch.Tensor:
+def weight_of(block: nn.Module, name: str) -> Tensor:
     """Returns the weight of the module called `name`."""
     weight = block.get_submodule(name).weight
-    assert isinstance(weight, torch.Tensor)
+    assert isinstance(weight, Tensor)
     return weight
 
 
 Run = Callable[[], Any]
-StreamError = Callable[[str, int], torch.Tensor | None]
+StreamError = Callable[[str, int], Tensor | None]
 """Gives the error of the residual stream at a module in a batch that runs, `[tokens, hidden]`; see `Stream.error`."""
-See = Callable[[int, int, torch.Tensor], None]
+See = Callable[[int, int, Tensor], None]
 """Called with the index of a batch of this rank, the number of an expert, and its input `[tokens, in]`."""
 
 
@@ -233,7 +233,7 @@ class FusedExperts:
         path: str,
         members: Sequence[LayerPlan],
         batch: CurrentBatch,
-        input_scales: Mapping[str, torch.Tensor],
+        input_scales: Mapping[str, Tensor],
         scratch: Scratch,
         stored: torch.dtype,
         outputs: OutputMoments | None = None,
@@ -246,8 +246,8 @@ class FusedExperts:
         outputs = outputs or OutputMoments()
         self.outputs = {member.name: outputs.moments.pop(member.name, None) for member in members}
         self.missing = {name: outputs.missing.get(name, "") for name in self.outputs}
-        self.inputs: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        self.errors: list[torch.Tensor | None] = []
+        self.inputs: list[tuple[Tensor, Tensor, Tensor]] = []
+        self.errors: list[Tensor | None] = []
         self.one_by_one = can_run_experts_one_by_one(self.module)
         self.originals: dict[str, nn.Parameter] = {}
         self.replaced = ExitStack()  # while the solved projections are in the block
@@ -279,7 +279,7 @@ class FusedExperts:
         return self.solved
 
     def _keep_inputs(
-        self, error: StreamError, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+        self, error: StreamError, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> None:
         self.inputs.append((hidden_states, top_k_index, top_k_weights))
         off = error(self.path, self.batch.index)
@@ -294,7 +294,7 @@ class FusedExperts:
         """Calls `see(batch, expert, input)` for the inputs of some experts."""
         if not self.one_by_one:
 
-            def shown(expert: int, x: torch.Tensor) -> None:
+            def shown(expert: int, x: Tensor) -> None:
                 if expert in experts:
                     see(self.batch.index, expert, x)
 
@@ -305,7 +305,7 @@ class FusedExperts:
                 put_back(self.module, {projection: parameter})
             return
 
-        def observe(batch: int, name: str, expert: int, x: torch.Tensor) -> None:
+        def observe(batch: int, name: str, expert: int, x: Tensor) -> None:
             if name == projection:
                 see(batch, expert, x)
 
@@ -323,9 +323,9 @@ class FusedExperts:
         errors = self.errors if projection == "down_proj" and share else []
         tokens = self._tokens(projection, experts.stop, run) if errors else []
         routes = [tokens_by_expert(index) for _, index, _ in self.inputs] if errors else []
-        largest: list[tuple[int, torch.Tensor]] = []
+        largest: list[tuple[int, Tensor]] = []
 
-        def see(batch: int, expert: int, x: torch.Tensor) -> None:
+        def see(batch: int, expert: int, x: Tensor) -> None:
             if len(x) == 0:
                 return
             largest.append((expert, x.abs().amax()))
@@ -351,7 +351,7 @@ class FusedExperts:
         total = torch.zeros(count + 1, dtype=torch.int64, device="cpu")
         if not self.one_by_one:
 
-            def see(batch: int, expert: int, x: torch.Tensor) -> None:
+            def see(batch: int, expert: int, x: Tensor) -> None:
                 total[expert] += len(x)
 
             self._watch(projection, range(count), see, run)
@@ -359,7 +359,7 @@ class FusedExperts:
             total += torch.bincount(index.flatten().clamp(max=count).cpu(), minlength=count + 1)
         return [sum(of_ranks) for of_ranks in zip(*gathered(total[:count].tolist()), strict=True)]
 
-    def _solve(self, member: LayerPlan, projection: str, weight: Sequence[torch.Tensor], run: Run) -> Solved:
+    def _solve(self, member: LayerPlan, projection: str, weight: Sequence[Tensor], run: Run) -> Solved:
         pipeline = get_pipeline(member.solver)
         count, format = len(weight), member.weight_format
         notes = []
@@ -415,13 +415,13 @@ def _owner(expert: int) -> int:
 
 def stacked(matrices: Iterable[BlockScaledTensor], count: int, scratch: Scratch = IN_MEMORY) -> BlockScaledTensor:
     """Returns all experts as one weight `[experts, out, in]`, perhaps in a file; each is dropped before the next."""
-    whole: list[torch.Tensor | None] = []
+    whole: list[Tensor | None] = []
     for index, matrix in enumerate(matrices):
         tensors = (matrix.codes, matrix.scale, matrix.global_scale)
         if not whole:
             format, shape = matrix.format, (count, *matrix.shape)
             in_file = scratch.takes(count * sum(t.nbytes for t in tensors if t is not None))
-            empty = scratch.empty if in_file else torch.Tensor.new_empty
+            empty = scratch.empty if in_file else Tensor.new_empty
             whole = [None if t is None else empty(t, (count, *t.shape)) for t in tensors]
         for target, tensor in zip(whole, tensors, strict=True):
             if target is not None and tensor is not None:

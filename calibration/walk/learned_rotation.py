@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.processor import value_of
 from quant.calibration.fast_matmul import columns_product, fast_matmul
@@ -59,7 +59,7 @@ class _Reader:
 
     members: list[LayerPlan]
     norm: str
-    gain: torch.Tensor  # the norm's factors, float64 [width]
+    gain: Tensor  # the norm's factors, float64 [width]
 
     @property
     def name(self) -> str:
@@ -69,8 +69,8 @@ class _Reader:
 
 def merge_learned_rotation(
     model: nn.Module,
-    few: torch.Tensor,
-    batches: Sequence[torch.Tensor],
+    few: Tensor,
+    batches: Sequence[Tensor],
     layers: Sequence[LayerPlan],
     device: torch.device,
     session: Session,
@@ -94,7 +94,7 @@ def merge_learned_rotation(
         if finished is not None:
             rotation = finished.tensors["rotation"]
         else:
-            rows = sum(len(batch) if isinstance(batch, torch.Tensor) else 1 for batch in batches)
+            rows = sum(len(batch) if isinstance(batch, Tensor) else 1 for batch in batches)
             every = max(sum(gathered(rows)) // LEARNING_ROWS, 1)
             # GPUs of several kinds may round differently.
             rotation = from_first(learned_rotation(*_measure(model, readers, batches[::every], session)).cpu)
@@ -137,8 +137,8 @@ def _check_memory(readers: Sequence[_Reader], session: Session) -> None:
 
 
 def _measure(
-    model: nn.Module, readers: Sequence[_Reader], batches: Sequence[torch.Tensor], session: Session
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: nn.Module, readers: Sequence[_Reader], batches: Sequence[Tensor], session: Session
+) -> tuple[Tensor, Tensor]:
     """Returns M and H of each group, float32 `[groups, width, width]`."""
     outputs = output_moments(model, [reader.members for reader in readers], batches, session, draws=1)
     if outputs.missing:
@@ -174,7 +174,7 @@ def _measure(
 class _InputMoment:
     """A forward hook of a norm, which adds the second moment of its output without its weights to `total`."""
 
-    def __init__(self, total: torch.Tensor, token_weights: Sequence[torch.Tensor]) -> None:
+    def __init__(self, total: Tensor, token_weights: Sequence[Tensor]) -> None:
         self.total, self.token_weights, self.batches, self.tokens = total, token_weights, 0, 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
@@ -186,7 +186,7 @@ class _InputMoment:
         self.batches, self.tokens = self.batches + 1, self.tokens + len(x)
 
 
-def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, device: torch.device) -> torch.Tensor:
+def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, device: torch.device) -> Tensor:
     """Returns H = Wᵀ A W of a group, float32 `[width, width]`."""
     own = [value_of(model.get_parameter(f"{member.name}.weight")).to(device).float() for member in reader.members]
     weight = torch.cat(own) * reader.gain.to(device).float()
@@ -198,7 +198,7 @@ def _weights_moment(model: nn.Module, reader: _Reader, outputs: OutputMoments, d
     return sum((part.mT @ block.to(part) @ part for block, part in parts), weight.new_zeros(()))
 
 
-def learned_rotation(inputs: torch.Tensor, readers: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
+def learned_rotation(inputs: Tensor, readers: Tensor, steps: int = STEPS) -> Tensor:
     """Returns the rotation R `[width, width]`, float64, with which the stream x becomes R x.
 
     M and H of each layer, or of each group of layers with one input, are float32 `[layers, width, width]`.
@@ -227,9 +227,7 @@ def learned_rotation(inputs: torch.Tensor, readers: torch.Tensor, steps: int = S
     return rotation
 
 
-def loss_and_gradient(
-    rotation: torch.Tensor, inputs: torch.Tensor, readers: torch.Tensor
-) -> tuple[float, torch.Tensor]:
+def loss_and_gradient(rotation: Tensor, inputs: Tensor, readers: Tensor) -> tuple[float, Tensor]:
     """Returns L(R) and G = dL/dR `[width, width]`; see the module docstring."""
     loss, gradient = rotation.new_zeros(()), torch.zeros_like(rotation)
     together = max(_PRODUCTS // rotation.nbytes, 1)

@@ -27,7 +27,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.fast_matmul import PairedWeight, has_pairs
 from quant.calibration.ranks import dealt, gathered, rank_and_world, sharing
@@ -52,7 +52,7 @@ from quant.recipes.blocks import Stop
 from quant.recipes.plan import LayerPlan
 from quant.recipes.recipe import presets
 
-HeldOut = tuple[torch.Tensor, torch.Tensor]
+HeldOut = tuple[Tensor, Tensor]
 """Of a group on a held-out row: its input, and the input of the original model."""
 _DATA_FREE = "mse"  # the solver of effort 1
 
@@ -63,19 +63,19 @@ class _Rounded:
 
     weights: Mapping[str, BlockScaledTensor]
     branches: Mapping[str, Branch]
-    targets: Mapping[str, torch.Tensor]
+    targets: Mapping[str, Tensor]
 
 
 # ---- the original inputs
 
 
-def observe(block: Block, meanwhile: Callable[[], None]) -> list[torch.Tensor]:
+def observe(block: Block, meanwhile: Callable[[], None]) -> list[Tensor]:
     """Runs the reference pass, whose outputs are returned, and sorts groups into the order of their calls.
 
     `meanwhile` is called while a GPU runs it.
     """
     order: list[tuple[int, int]] = []  # numbers of batch and group, call by call
-    finite: list[torch.Tensor] = []
+    finite: list[Tensor] = []
 
     def watch(index: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -108,13 +108,13 @@ def observe(block: Block, meanwhile: Callable[[], None]) -> list[torch.Tensor]:
     return outputs
 
 
-def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments]]:
+def observe_and_sum(block: Block) -> tuple[list[Tensor], dict[str, Moments]]:
     """Runs the reference pass of solvers that need no other; it sums up second moments of the original inputs.
 
     Returns the hidden states behind the block, and the sums by the name of each group's first layer.
     """
     sums = {}
-    finite: list[torch.Tensor] = []
+    finite: list[Tensor] = []
 
     def watch(group: Group, moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         keeps = block.settings.observer != "absmax" or searches_input_scale(block, group)
@@ -140,7 +140,7 @@ def observe_and_sum(block: Block) -> tuple[list[torch.Tensor], dict[str, Moments
     return outputs, sums
 
 
-def _note(block: Block, group: Group, x: torch.Tensor, finite: list[torch.Tensor], *, keep: bool) -> torch.Tensor:
+def _note(block: Block, group: Group, x: Tensor, finite: list[Tensor], *, keep: bool) -> Tensor:
     """Adds an original input to the statistics of a group, and returns it as `[tokens, in]`."""
     flat = x.reshape(-1, x.shape[-1])
     if len(flat):
@@ -169,7 +169,7 @@ def _pool(block: Block, tokens: Sequence[Sequence[int]]) -> None:
         group.tokens = sum(of_ranks)
 
 
-def _check_finite(block: Block, finite: list[torch.Tensor]) -> None:
+def _check_finite(block: Block, finite: list[Tensor]) -> None:
     """Raises InputNotFiniteError where an input of a group held NaN or infinity: a second pass finds which."""
     if not finite or bool(torch.stack(finite).all()):
         return
@@ -226,12 +226,12 @@ def _collect(block: Block, siblings: list[Group]) -> tuple[list[Moments], list[l
     columns = siblings[0].members[0].shape[-1]
     later = len(siblings) > 1 and sum(group.tokens for group in siblings) < len(siblings) * columns
     moments = [Moments(later=later) for _ in siblings]
-    held_out: list[list[tuple[int, list[torch.Tensor]]]] = [[] for _ in siblings]
+    held_out: list[list[tuple[int, list[Tensor]]]] = [[] for _ in siblings]
     count = block.batches
     # The last eighth of the batches only judge, where there is a guard; at least one.
     judging = range(count - max(count // 8, 1), count) if block.settings.guard else range(0)
 
-    def watch(group: Group, sums: Moments, held: list[tuple[int, list[torch.Tensor]]]) -> Callable[..., None]:
+    def watch(group: Group, sums: Moments, held: list[tuple[int, list[Tensor]]]) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].reshape(-1, args[0].shape[-1])
             if len(x) == 0:
@@ -256,7 +256,7 @@ def _collect(block: Block, siblings: list[Group]) -> tuple[list[Moments], list[l
     return moments, [[(x, r) for _, (x, r) in block.exchange.in_order(held)] for held in held_out]
 
 
-def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
+def _drift(block: Block, group: Group, x: Tensor) -> Tensor | None:
     """Returns the part of the input error r - x that the solver corrects for; None if it corrects nothing.
 
     Where inputs are rounded, x is the input before that: against the noise of rounding, least squares would shrink the
@@ -268,7 +268,7 @@ def _drift(block: Block, group: Group, x: torch.Tensor) -> torch.Tensor | None:
     return (group.scaled(group.inputs[block.batch.index]) - group.parts.input(x)).mul_(correction)
 
 
-def _residual(block: Block, group: Group) -> torch.Tensor | None:
+def _residual(block: Block, group: Group) -> Tensor | None:
     """Returns the part of the residual stream's error that the group makes up for; None if it does not write there."""
     share = group.pipeline.rounding.shares_where(group.activation is not None).residual
     # The solver sees the members of a group as one weight, but each would write to the stream by itself.
@@ -284,13 +284,7 @@ def _is_aligned(block: Block, group: Group) -> bool:
 
 
 def _add(
-    block: Block,
-    group: Group,
-    sums: Moments,
-    x: torch.Tensor,
-    rows: int,
-    drift: torch.Tensor | None,
-    residual: torch.Tensor | None,
+    block: Block, group: Group, sums: Moments, x: Tensor, rows: int, drift: Tensor | None, residual: Tensor | None
 ) -> None:
     """Adds a batch of inputs to the group's statistics, each token by its weight."""
     if not group.pipeline.needs_moment:
@@ -397,7 +391,7 @@ def _statistics_for(
 
 def _take_branches(
     block: Block, group: Group, stats: LayerStats | None
-) -> tuple[Mapping[str, torch.Tensor], Mapping[str, Branch], LayerStats | None]:
+) -> tuple[Mapping[str, Tensor], Mapping[str, Branch], LayerStats | None]:
     """Returns the weights to be rounded, the low-rank branches taken off them, and the statistics for them."""
     targets = _targets_of(block, group)
     if not group.pipeline.spec.rank:
@@ -440,7 +434,7 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
         )
 
 
-def _targets_of(block: Block, group: Group) -> dict[str, torch.Tensor]:
+def _targets_of(block: Block, group: Group) -> dict[str, Tensor]:
     """Returns the weights of a group that are to be rounded, by the layers' names."""
     return {
         member.name: widened_weight(block.targets[name], group.parts.channels)
@@ -496,7 +490,7 @@ def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stat
 # ---- the guard
 
 
-def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor], held_out: Sequence[HeldOut]) -> bool:
+def promote_group(block: Block, group: Group, targets: Mapping[str, Tensor], held_out: Sequence[HeldOut]) -> bool:
     """Gives a group that the guard refuses the next format of its list; returns whether it is to be solved again."""
     guard = block.settings.guard
     assert guard is not None
@@ -535,7 +529,7 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, torch.Tensor
     return True
 
 
-def relative_error(reference: torch.Tensor, output: torch.Tensor, name: str = "layer") -> float:
+def relative_error(reference: Tensor, output: Tensor, name: str = "layer") -> float:
     """Returns ‖output - reference‖ / ‖reference‖, Frobenius norms in float64.
 
     Infinite where `output` has NaN or infinity, or differs from a reference that is all zeros.

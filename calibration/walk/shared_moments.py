@@ -12,13 +12,13 @@ these experts are solved.
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
+from torch import Tensor
 
 from quant.calibration.fast_matmul import fast_matmul, has_pairs
 from quant.calibration.ranks import Exchange, number_of, rank_and_world
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, total_of
 
-Waiting = tuple[int, torch.Tensor, torch.Tensor | None, int, torch.Tensor | None, torch.Tensor | None]
+Waiting = tuple[int, Tensor, Tensor | None, int, Tensor | None, Tensor | None]
 """Inputs of a batch until they are multiplied out: its number, inputs, drift, calibration rows, noise and residual."""
 
 # Bytes of second moments that a rank holds at a time.
@@ -40,11 +40,11 @@ class Moments:
     def add(
         self,
         batch: int,
-        x: torch.Tensor,
-        drift: torch.Tensor | None = None,
+        x: Tensor,
+        drift: Tensor | None = None,
         rows: int = 1,
-        noise: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
+        noise: Tensor | None = None,
+        residual: Tensor | None = None,
     ) -> None:
         """Adds inputs of this rank's `batch`-th batch; see `MomentSum.add`."""
         if self.later:
@@ -131,6 +131,6 @@ def _add_up(moments: Sequence[Moments], exchange: Exchange, owners: Sequence[int
             each.sum.gather(exchange)
 
 
-def _errors(x: torch.Tensor, errors: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _errors(x: Tensor, errors: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Returns errors beside inputs `x` as `MomentSum.add_products` takes them, and their sum over tokens."""
     return (errors.bfloat16() if errors is not None and has_pairs(x) else errors), total_of(errors)

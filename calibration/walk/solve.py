@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, megabytes, option
 from quant.base.listener import Progress
@@ -67,12 +67,12 @@ from quant.recipes.plan_check import check_plan_fits
 _TOKENS_GPU = 4096  # of a batch of short rows
 _MOMENTS = 1 << 32  # bytes of the second moments of convolutions that are summed up together
 
-Rounded = Callable[[str, torch.Tensor], None]
+Rounded = Callable[[str, Tensor], None]
 """Takes a layer's name and the weight that was rounded, `[..., out, in]`."""
 
 
 def solve_blocks(
-    model: nn.Module, plan: Plan, data: torch.Tensor, settings: Settings, session: Session, rounded: Rounded | None
+    model: nn.Module, plan: Plan, data: Tensor, settings: Settings, session: Session, rounded: Rounded | None
 ) -> tuple[Plan, list[LayerResult]]:
     """Solves linear layers and fused experts by the sequential walk, and then the layers outside of decoder blocks.
 
@@ -96,7 +96,7 @@ def solve_blocks(
     # Where the model lives when it is not being solved: a GPU holds one block, and solutions go back.
     home = device_of(model)
 
-    def apply(layer: LayerPlan, solved: Solved | None, weight: torch.Tensor) -> None:
+    def apply(layer: LayerPlan, solved: Solved | None, weight: Tensor) -> None:
         notes = solved.notes if solved else ()
         layer = replace(layer, reason="; ".join((layer.reason, *notes)))
         solved_layers.append(layer)
@@ -149,7 +149,7 @@ def _rounding_of_windows(model: nn.Module, layer: LayerPlan) -> str | None:
 
 
 def _check_memory(
-    model: nn.Module, layers: Sequence[LayerPlan], data: torch.Tensor, settings: Settings, session: Session
+    model: nn.Module, layers: Sequence[LayerPlan], data: Tensor, settings: Settings, session: Session
 ) -> None:
     """Raises UserError where a block would take more memory than may be used, before anything is solved."""
     usable = session.usable_memory()
@@ -172,7 +172,7 @@ def _check_memory(
             )
 
 
-def _result(layer: LayerPlan, weight: torch.Tensor, before: torch.Tensor, solved: Solved) -> LayerResult:
+def _result(layer: LayerPlan, weight: Tensor, before: Tensor, solved: Solved) -> LayerResult:
     """Returns the result of a layer that may be rotated and have a branch: its error counts both together."""
     if layer.kind == LayerKind.EXPERTS:
         return layer_result(layer, weight, solved.weight)
@@ -255,12 +255,12 @@ def solve_plan(
         data, record = mixed_text(model, plan, session=session)
         plan = with_calibration(plan, [{"source": "mix", **record}])
     # Positional and keyword arguments become one list of calls, each bound to the forward signature.
-    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
+    elif data is not None and not isinstance(data, Tensor | Inputs):
         data = inputs_of(data, model)
     pipelines = [get_pipeline(layer.solver) for layer in plan.quantized]
     steps = plan.guard or any(p.reconstruction or p.spec.learns_rotation or p.rounding.two_sided for p in pipelines)
     on_gpu = (session.device or device_of(model)).type == "cuda"
-    if on_gpu and not steps and isinstance(data, torch.Tensor) and data.dim() == 2:
+    if on_gpu and not steps and isinstance(data, Tensor) and data.dim() == 2:
         # Python takes as long for a batch of few tokens as for one of many. Guards and learning look at single batches.
         batch = min(_TOKENS_GPU // data.shape[1], len(data) // 4)
         settings = replace(settings, batch=max(batch, settings.batch))
@@ -297,7 +297,7 @@ def solve_plan(
 
 def _with_scales(
     model: nn.Module, plan: Plan, heads: Plan, data: Any, session: Session
-) -> tuple[Plan, dict[str, torch.Tensor]]:
+) -> tuple[Plan, dict[str, Tensor]]:
     """Returns the plan of the prediction heads and their static input scales, measured on layers of the model."""
     heads, donors = scale_donors(plan, heads, stored_names(model))
     if not donors:
@@ -307,7 +307,7 @@ def _with_scales(
     return heads, {name: scales[donor.name] for name, donor in donors.items()}
 
 
-def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dict[str, torch.Tensor]:
+def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dict[str, Tensor]:
     step = "scales of the KV cache"
     finished = session.store.get(step)
     if finished is not None:
@@ -345,7 +345,7 @@ def _needed_throughout(model: nn.Module, plan: Plan) -> list[str]:
 def apply_plan(
     model: nn.Module,
     plan: Plan,
-    input_scales: Mapping[str, torch.Tensor] | None = None,
+    input_scales: Mapping[str, Tensor] | None = None,
     *,
     device: Device = None,
     progress: Progress | None = None,
@@ -367,7 +367,7 @@ def apply_plan(
 
 
 def solve_weights(
-    model: nn.Module, plan: Plan, input_scales: Mapping[str, torch.Tensor], session: Session,
+    model: nn.Module, plan: Plan, input_scales: Mapping[str, Tensor], session: Session,
     stats: Mapping[str, LayerStats] = MappingProxyType({}),
 ) -> list[LayerResult]:  # fmt: skip
     """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones.
@@ -384,7 +384,7 @@ def solve_weights(
         owners = dealt([sum(member.numel for member in members) for members in unfinished])
         own = [members for members, owner in zip(unfinished, owners, strict=True) if owner == session.rank]
 
-    def weights_of(members: Sequence[LayerPlan]) -> list[torch.Tensor]:
+    def weights_of(members: Sequence[LayerPlan]) -> list[Tensor]:
         if _step(members) in store:
             return []
         weights = [(member, _parameter_of(model, member)) for member in members]
@@ -426,8 +426,8 @@ def _step(members: Sequence[LayerPlan]) -> str:
 def _solve_and_install(
     model: nn.Module,
     members: Sequence[LayerPlan],
-    copies: Sequence[torch.Tensor],
-    input_scales: Mapping[str, torch.Tensor],
+    copies: Sequence[Tensor],
+    input_scales: Mapping[str, Tensor],
     session: Session,
     stats: Mapping[str, LayerStats],
 ) -> dict[str, LayerResult]:
@@ -435,7 +435,7 @@ def _solve_and_install(
 
     A store takes solutions from that device; without one they go where the model is.
     """
-    tensors: Sequence[torch.Tensor | None] = copies or [None] * len(members)
+    tensors: Sequence[Tensor | None] = copies or [None] * len(members)
     weights = {member.name: _weight_of(model, member, tensor) for member, tensor in zip(members, tensors, strict=True)}
     solved = _solved_weights(members, weights, session, stats)
     results = {member.name: layer_result(member, weights[member.name], solved[member.name]) for member in members}
@@ -447,7 +447,7 @@ def _solve_and_install(
 
 
 def solve_state_dict(
-    tensors: Mapping[str, torch.Tensor], plan: Plan, session: Session | None = None
+    tensors: Mapping[str, Tensor], plan: Plan, session: Session | None = None
 ) -> tuple[dict[str, BlockScaledTensor], list[LayerResult]]:
     """Quantizes a bare state dict weight-only; returns the solved weights by layer name, and the results."""
     session = session or Session()
@@ -474,18 +474,18 @@ def solve_state_dict(
     return solved, [results[layer.name] for layer in plan.layers]
 
 
-def _stored_weight(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> torch.Tensor:
+def _stored_weight(tensors: Mapping[str, Tensor], layer: LayerPlan) -> Tensor:
     """Returns the weight of a layer in a bare state dict, `[..., out, in]`."""
     weight = tensors[layer.tensor_name]
     return weight.t() if layer.transposed else weight
 
 
 def _solved_weights(
-    members: Sequence[LayerPlan], weights: Mapping[str, torch.Tensor], session: Session, stats: Mapping[str, LayerStats]
+    members: Sequence[LayerPlan], weights: Mapping[str, Tensor], session: Session, stats: Mapping[str, LayerStats]
 ) -> dict[str, BlockScaledTensor]:
     """Returns codes and scales by name. Experts that are read one by one are solved so on the session's device."""
     first = members[0]
-    if not isinstance(whole := weights[first.name], torch.Tensor):
+    if not isinstance(whole := weights[first.name], Tensor):
         format, solver = first.weight_format, get_solver(first.solver)
         # A generator: one expert is dequantized, solved and stacked before the next is read.
         matrices = (
@@ -496,7 +496,7 @@ def _solved_weights(
     return solve_group(weights, stats, first.weight_format, get_solver(first.solver))
 
 
-def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = None) -> torch.Tensor:
+def _weight_of(model: nn.Module, layer: LayerPlan, copy: Tensor | None = None) -> Tensor:
     """Returns the weight of a layer, or its copy on another device.
 
     For one that is still in its files, a lazy reader.
@@ -509,14 +509,14 @@ def _weight_of(model: nn.Module, layer: LayerPlan, copy: torch.Tensor | None = N
     return getattr(weight, "stored", None) or weight.detach()
 
 
-def _parameter_of(model: nn.Module, layer: LayerPlan) -> torch.Tensor:
+def _parameter_of(model: nn.Module, layer: LayerPlan) -> Tensor:
     """Returns the parameter of a layer; of a convolution that is quantized, the matrix that formats see."""
     if layer.kind == LayerKind.CONV and layer.weight is not None:
         return weight_of_conv(model.get_submodule(layer.name))
     return model.get_parameter(layer.tensor_name)
 
 
-def check_values(name: str, tensor: torch.Tensor, *, is_buffer: bool) -> None:
+def check_values(name: str, tensor: Tensor, *, is_buffer: bool) -> None:
     """Raises UserError where a tensor holds NaN or infinity."""
     if problem := value_problem(tensor, is_buffer=is_buffer):
         raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")

@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from quant.base.atomic import claimed, not_written, sync, write_atomically
 from quant.base.errors import option
@@ -110,7 +111,7 @@ class StepFile(NamedTuple):
         with safe_open(self.path, framework="pt") as opened:
             return parse_json(opened.metadata()["record"].encode())
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Tensor]:
         """Returns the tensors, as views of the mapped file."""
         with safe_open(self.path, framework="pt") as opened:
             return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -256,7 +257,7 @@ class DirectoryStore(Store):
         with self.reading():
             return Step(self._mapped(file), file.record())
 
-    def _mapped(self, file: StepFile) -> dict[str, torch.Tensor]:
+    def _mapped(self, file: StepFile) -> dict[str, Tensor]:
         tensors = file.tensors()
         self.holds |= {key.partition(":")[2]: file.path.name for key in tensors}
         return tensors

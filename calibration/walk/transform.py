@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.calibration.observers import get_observer
 from quant.calibration.solvers.fold import Fold, apply_fold, find_fold, modules_in_order
@@ -78,7 +78,7 @@ def fix_input_scales(block: Block) -> None:
 
     ValueError for a layer that was never called and has no sibling that was.
     """
-    scales: dict[str, list[torch.Tensor]] = {}
+    scales: dict[str, list[Tensor]] = {}
     for group in block.groups:
         fix_input_scale(block, group)
         if group.input_scale is not None:
@@ -122,7 +122,7 @@ def fix_input_scale(block: Block, group: Group) -> None:
     group.input_scale = scales[losses.index(min(losses))]
 
 
-def _sample(block: Block, group: Group) -> tuple[torch.Tensor, torch.Tensor]:
+def _sample(block: Block, group: Group) -> tuple[Tensor, Tensor]:
     """Returns some tokens of a group's scaled inputs `[tokens, in]`, and its weight `[out, in]`, both float32."""
     # All ranks take the same tokens, from every batch.
     every = max(group.tokens // SAMPLED_TOKENS, 1)
@@ -139,7 +139,7 @@ def choose_channels(block: Block, groups: Sequence[Group]) -> None:
     Without A the errors of layers cannot be compared; each then costs its size to the power of ¾.
     """
     additions: list[tuple[float, int, int]] = []  # what 16 more channels take off for each weight, group, weights
-    order, counts = dict[int, torch.Tensor](), Counter[int]()
+    order, counts = dict[int, Tensor](), Counter[int]()
     budget, comparable = 0.0, all(group.outputs is not None for group in groups)
     for index, group in enumerate(groups):
         group.parts = replace(group.parts, channels=None)
@@ -178,7 +178,7 @@ def choose_channels(block: Block, groups: Sequence[Group]) -> None:
         groups[index].notes.append(f"{count} of {groups[index].members[0].shape[-1]} inputs with residual")
 
 
-def widened_weight(weight: torch.Tensor, channels: torch.Tensor | None) -> torch.Tensor:
+def widened_weight(weight: Tensor, channels: Tensor | None) -> Tensor:
     """Returns `[out, in + k]`: a weight, or a vector of inputs, with the columns of residual channels behind it."""
     return weight if channels is None else torch.cat((weight, weight.index_select(-1, channels)), dim=-1)
 
@@ -214,7 +214,7 @@ def _find_folds(block: Block) -> list[Fold | None]:
     return folds
 
 
-def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
+def _fold(block: Block, fold: Fold, scale: Tensor) -> Tensor:
     """Puts `scale` into the producer; gives the scale `[in]` that the group's inputs were really divided by."""
     module = block.module.get_submodule(fold.producer)
     rows = len(module.weight)  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def _fold(block: Block, fold: Fold, scale: torch.Tensor) -> torch.Tensor:
     return apply_fold(module, divisor, fold.offset, block.stored)[fold.owner]
 
 
-def _scale_gradients(block: Block, name: str, divisor: torch.Tensor) -> None:
+def _scale_gradients(block: Block, name: str, divisor: Tensor) -> None:
     """Scales the gradients at a layer's outputs, which are divided from then on: A becomes D A D."""
     group = next(group for group in block.groups if name in group.names)
     outputs = group.outputs

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Dictionaries of a module that are changed in place when a part of it is replaced.
 _PARTS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -79,5 +79,5 @@ def _noted(model: nn.Module) -> Callable[[], None]:
     return restore
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -37,7 +37,7 @@ from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quant.base.processor import value_of
@@ -127,12 +127,12 @@ def copied(mappings: HandedOn) -> HandedOn:
 class States:
     """Hidden states between two blocks, one tensor a batch."""
 
-    quantized: list[torch.Tensor]  # the hidden states that the quantized blocks before gave
+    quantized: list[Tensor]  # the hidden states that the quantized blocks before gave
     # The hidden states that the original blocks gave; the same list where the walk looks at one stream alone.
-    original: list[torch.Tensor]
-    few: torch.Tensor  # the hidden states of the original blocks on a few tokens
+    original: list[Tensor]
+    few: Tensor  # the hidden states of the original blocks on a few tokens
 
-    def moved(self, move: Callable[[torch.Tensor], torch.Tensor]) -> States:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> States:
         """Returns the same states on another device; states on a few tokens stay."""
         quantized = list(map(move, self.quantized))
         # Solvers that look only at original inputs walk with one list; two would take twice the memory.
@@ -201,7 +201,7 @@ class Chain:
         captured = [by_block[name].with_arguments(own) for by_block, own in zip(self.calls, self.original, strict=True)]
         calls = [moved(call, device, dtype) for call in captured]
 
-        def on(handed_on: Sequence[HandedOn], hidden: Sequence[torch.Tensor]) -> list[Call]:
+        def on(handed_on: Sequence[HandedOn], hidden: Sequence[Tensor]) -> list[Call]:
             own = zip(calls, handed_on, hidden, strict=True)
             return [call.with_arguments(mappings).with_hidden(state) for call, mappings, state in own]
 
@@ -217,9 +217,9 @@ class Chain:
 # and tells the store.
 
 
-Apply = Callable[[LayerPlan, Solved | None, torch.Tensor], None]
+Apply = Callable[[LayerPlan, Solved | None, Tensor], None]
 """Takes a layer, its solution (None for one kept in 16 bit), and the weight that was solved."""
-Run = Callable[[torch.Tensor], Any]
+Run = Callable[[Tensor], Any]
 """Runs the model on a batch of rows, where it is placed."""
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _BLOCKS = 16  # of a block in float32, so many fit into a GPU on which two are open
@@ -232,11 +232,11 @@ class ModelWalk:
 
     model: nn.Module
     plan: Plan
-    rows: torch.Tensor
+    rows: Tensor
     apply: Apply
     session: Session
     settings: Settings
-    input_scales: Mapping[str, torch.Tensor]
+    input_scales: Mapping[str, Tensor]
     store: BlockStore
     # Notes on layers whose rotation was merged into the model, by name.
     merged: dict[str, str] = field(default_factory=dict)
@@ -304,7 +304,7 @@ class ModelWalk:
         with without_experts(self.model, planned[0] if planned else []):
             return chains, [self._capture(walked, run) for walked in planned[:1]]
 
-    def _ignores_weights(self, first: Sequence[str], chain: Chain, run: Run, filler: torch.Tensor) -> bool:
+    def _ignores_weights(self, first: Sequence[str], chain: Chain, run: Run, filler: Tensor) -> bool:
         """Returns whether a chain has the calls of the model whatever the weights in its blocks are."""
         if list(chain.names) != list(first[: len(chain.names)]):
             return False  # blocks of another chain give it its hidden states
@@ -329,7 +329,7 @@ class ModelWalk:
         return Chain(self.model, names, partial(run, self.few), [partial(run, batch) for batch in self.batches])
 
     @contextmanager
-    def _placed(self, filler: torch.Tensor | None = None) -> Iterator[Run]:
+    def _placed(self, filler: Tensor | None = None) -> Iterator[Run]:
         """Puts the model on the session's device while open, where it runs on the rows that the function is given."""
         # These passes look for the calls of blocks. cuDNN would compile its attention for each of their shapes first,
         # in 0.4 s, to save microseconds.
@@ -391,7 +391,7 @@ class ModelWalk:
         has_experts = any(reads_experts(p) for b in blocks for p in b.parameters())
         return not has_experts and largest <= torch.cuda.get_device_properties(device).total_memory // _BLOCKS
 
-    def open_block(self, chain: Chain, name: str, copies: list[torch.Tensor], states: States) -> Block:
+    def open_block(self, chain: Chain, name: str, copies: list[Tensor], states: States) -> Block:
         """Returns a block with its weights and its calls on the device where it is worked on."""
         self.block_name = name
         self.store.begin(name)
@@ -484,12 +484,12 @@ class ModelWalk:
 def solve_sequentially(
     model: nn.Module,
     plan: Plan,
-    rows: torch.Tensor,
+    rows: Tensor,
     *,
     apply: Apply,
     session: Session | None = None,
     settings: Settings | None = None,
-    input_scales: Mapping[str, torch.Tensor] | None = None,
+    input_scales: Mapping[str, Tensor] | None = None,
     store: BlockStore | None = None,
 ) -> None:
     """Solves every planned linear layer and every fused-expert projection of `model`, block by block, on its device.
@@ -525,7 +525,7 @@ def solve_sequentially(
             walk.close_block("", outside, None)
 
 
-def run_few(block: Block, *, needs_output: bool) -> torch.Tensor:
+def run_few(block: Block, *, needs_output: bool) -> Tensor:
     """Returns the output of the original block on a few tokens; the pass finds the layers that write to the stream.
 
     It comes before anything changes the block, because the few tokens follow the original model throughout.
@@ -555,7 +555,7 @@ def run_few(block: Block, *, needs_output: bool) -> torch.Tensor:
 
 
 def solve_block(
-    block: Block, *, few_output: torch.Tensor, needs_output: bool, meanwhile: Callable[[], None] = lambda: None
+    block: Block, *, few_output: Tensor, needs_output: bool, meanwhile: Callable[[], None] = lambda: None
 ) -> States | None:
     """Takes a block through all steps; returns the hidden states behind it, if another one follows.
 
@@ -582,7 +582,7 @@ def solve_block(
     return States(block.run(calls.quantized), reference, few_output) if needs_output else None
 
 
-def _solve_at_once(block: Block, meanwhile: Callable[[], None]) -> list[torch.Tensor]:
+def _solve_at_once(block: Block, meanwhile: Callable[[], None]) -> list[Tensor]:
     """Solves all groups from one pass over the original inputs, whose outputs are returned."""
     outputs, sums = observe_and_sum(block)
     meanwhile()
@@ -596,7 +596,7 @@ def _solve_at_once(block: Block, meanwhile: Callable[[], None]) -> list[torch.Te
     return outputs
 
 
-def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
+def reconstruct(block: Block, outputs: Sequence[Tensor]) -> None:
     """Refines the roundings of a block by AutoRound, where a group's solver includes it.
 
     `outputs` are the hidden states that the original block gave, for each of this rank's batches.
@@ -638,7 +638,7 @@ def reconstruct(block: Block, outputs: Sequence[torch.Tensor]) -> None:
 def _on_first_rank(
     block: Block,
     calls: Sequence[Call],
-    outputs: Sequence[torch.Tensor],
+    outputs: Sequence[Tensor],
     layers: Mapping[str, BlockLayer],
     settings: Reconstruction,
 ) -> Reconstructed:

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
+from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import functional
 
@@ -49,9 +50,9 @@ class TritonLinear:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[tuple[torch.Tensor | Format | None, ...], Rows] | None = None
+        self._last: tuple[tuple[Tensor | Format | None, ...], Rows] | None = None
 
-    def __call__(self, *arguments: Any) -> torch.Tensor:
+    def __call__(self, *arguments: Any) -> Tensor:
         call = LinearCall(*arguments)
         x, weight, rounding = call.x, call.weight, call.rounding
         if (y := fp8_product(call)) is not None:
@@ -69,7 +70,7 @@ class TritonLinear:
         return multiply(self._last[1], weight, call.bias).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def fp8_product(call: LinearCall) -> torch.Tensor | None:
+def fp8_product(call: LinearCall) -> Tensor | None:
     """Returns a linear's result where tensor cores multiply FP8 codes of input and weight as they are; else None."""
     x, weight, rounding = call.x, call.weight, call.rounding
     if rounding and takes_fp8(weight.format, rounding, weight.shape, x.dtype) and has_fp8_tensor_cores(x):
@@ -80,13 +81,13 @@ def fp8_product(call: LinearCall) -> torch.Tensor | None:
 class Rows(NamedTuple):
     """An input `[tokens, in]`, contiguous and in 16 bit, and the grids of its launches; sizes may be symbolic."""
 
-    values: torch.Tensor
+    values: Tensor
     few: Any  # 1 where `FEW_TILES` are launched, 0 where `MANY_TILES` are
     few_tiles: Any  # tiles of tokens
     many_tiles: Any  # likewise
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Self:
+    def of(cls, x: Tensor) -> Self:
         values = x.reshape(-1, x.shape[-1]).contiguous()
         tokens = values.shape[0]
         # A number, for a comparison would fix its result in the graph.
@@ -94,7 +95,7 @@ class Rows(NamedTuple):
         return cls(values, few, -(-tokens // FEW_TILES.block_m), -(-tokens // MANY_TILES.block_m))
 
 
-def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply(rows: Rows, weight: BlockScaledTensor, bias: Tensor | None) -> Tensor:
     """Returns `rows @ weight.T + bias`, `[tokens, out]`."""
     from quant.kernels.base.portable_small_floats import compilable
     from quant.kernels.linear.portable_codes_gemm import codes_gemm_kernel, gemm_constants
@@ -113,7 +114,7 @@ def multiply(rows: Rows, weight: BlockScaledTensor, bias: torch.Tensor | None) -
     return y
 
 
-def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns `[rows, columns]` in `dtype`, by one launch."""
     from quant.kernels.base.portable_small_floats import compilable
     from quant.kernels.linear.portable_codes_gemm import dequantize_codes_kernel, dequantizing_launch
@@ -129,7 +130,7 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def round_input(x: torch.Tensor, format: Format, input_scale: torch.Tensor | None) -> torch.Tensor:
+def round_input(x: Tensor, format: Format, input_scale: Tensor | None) -> Tensor:
     """Returns `round_activation` of x `[..., in]`: to codes, and back, where a kernel knows the format."""
     from quant.kernels.rounding import portable_casts
 
@@ -183,7 +184,7 @@ def analysed_once() -> Iterator[None]:
 EXPORTED_ATTENTION = "quant::onnx_attention"
 
 
-def _linear(*arguments: Any) -> torch.Tensor:
+def _linear(*arguments: Any) -> Tensor:
     call = LinearCall(*arguments)
     x, weight, rounding = call.x, call.weight, call.rounding
     if (y := fp8_product(call)) is not None:
@@ -193,9 +194,9 @@ def _linear(*arguments: Any) -> torch.Tensor:
     return torch.nn.functional.linear(x, dequantize_in_graph(weight, x.dtype), call.bias)
 
 
-def _conv(*arguments: Any, decode: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
+def _conv(*arguments: Any, decode: Callable[..., Tensor] | None = None) -> Tensor:
     call = ConvCall(*arguments)
-    x: torch.Tensor = call.x
+    x: Tensor = call.x
     if call.activation:
         x = fake_quantize(x.flatten(1), FORMATS[call.activation], scale=call.input_scale).view(x.shape)
     matrix = conv_matrix(call.codes, call.groups, call.transposed)
@@ -206,7 +207,7 @@ def _conv(*arguments: Any, decode: Callable[..., torch.Tensor] | None = None) ->
     return torch.convolution(x, dense, call.bias, *window)
 
 
-def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns `weight.dequantize(dtype)` as one expression without tables or loops, for a compiler to fuse."""
     format, (rows, columns) = weight.format, weight.shape
     # weight = element · (block scale · second-level scale), the step rounded to float32 and the product to `dtype`.
@@ -222,7 +223,7 @@ def dequantize_in_graph(weight: BlockScaledTensor, dtype: torch.dtype) -> torch.
     return (elements * step).to(dtype)
 
 
-def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.Tensor:
+def _element_values(codes: Tensor, format: Format, columns: int) -> Tensor:
     element = format.element
     if element.torch_dtype in (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8):
         return codes.float()
@@ -242,15 +243,8 @@ def _element_values(codes: torch.Tensor, format: Format, columns: int) -> torch.
 
 
 def exported_attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    scales: list[float],
-    kind: str,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, scales: list[float], kind: str
+) -> Tensor:
     """Computes a traced model's attention op: PyTorch's attention, or ours in FP8 if there are scales."""
     if not scales:
         return plain_attention(q, k, v, mask, scale, causal)
@@ -261,14 +255,12 @@ def exported_attention(
     return fp8_attention(q8, k8, v8, operand_scales, causal=causal, softmax_scale=scale, dtype=dtype).to(q.dtype)
 
 
-BODIES: dict[str, Callable[..., torch.Tensor]] = {LINEAR: _linear, CONV: _conv, EXPORTED_ATTENTION: exported_attention}
+BODIES: dict[str, Callable[..., Tensor]] = {LINEAR: _linear, CONV: _conv, EXPORTED_ATTENTION: exported_attention}
 """The bodies of quantized layers and of attention, by the names of their ops."""
-INNER_BODIES: dict[str, Callable[..., torch.Tensor]] = {
-    "quant::fp8_attention": partial(run_fp8_attention, in_graph=True)
-}
+INNER_BODIES: dict[str, Callable[..., Tensor]] = {"quant::fp8_attention": partial(run_fp8_attention, in_graph=True)}
 """The bodies of ops that other bodies call."""
 
 
-def launches() -> dict[str, Callable[..., torch.Tensor]]:
+def launches() -> dict[str, Callable[..., Tensor]]:
     """Returns the bodies of quantized layers in one graph for a GPU: launches of our kernels."""
     return {LINEAR: TritonLinear(), CONV: partial(_conv, decode=dequantize)}

@@ -48,7 +48,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from quant.base.atomic import put_file, temporary_directory
@@ -166,7 +166,7 @@ def collecting_rarely() -> Iterator[None]:
 def export_aoti(
     model: nn.Module,
     path: str | Path,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
     *,
     dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
@@ -212,7 +212,7 @@ def find_device(path: Path, device: torch.device | str | None) -> torch.device:
 
 def compile_package(
     program: torch.export.ExportedProgram,
-    bodies: Mapping[str, Callable[..., torch.Tensor]],
+    bodies: Mapping[str, Callable[..., Tensor]],
     path: Path,
     device: torch.device,
     options: Mapping[str, Any],
@@ -309,13 +309,13 @@ def load_aoti(path: str | Path, *, single_threaded: bool = False) -> Callable[..
     package = torch._inductor.aoti_load_package(str(path), run_single_threaded=single_threaded)
     writes = METADATA in package.get_metadata()
 
-    def contiguous(x: torch.Tensor) -> torch.Tensor:
+    def contiguous(x: Tensor) -> Tensor:
         if writes and not x.is_contiguous():
             raise ValueError(f"{path}: an input {list(x.shape)} of strides {list(x.stride())} is not contiguous")
         return x.contiguous()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = tree_map_only(torch.Tensor, contiguous, (args, kwargs))
+        args, kwargs = tree_map_only(Tensor, contiguous, (args, kwargs))
         return package(*args, **kwargs)
 
     return run
@@ -385,7 +385,7 @@ class _Part(nn.Module):
         super().__init__()
         self.whole, self.product, self.index = whole, product, index
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return self.product(x)[self.index]
 
 
@@ -415,7 +415,7 @@ def siblings_merged(model: nn.Module) -> Iterator[None]:
 class InPlaceGraph(ServingGraph):
     """A serving graph that writes into the cache that it is called with, and returns logits alone."""
 
-    def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> Any:
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> Any:
         """Returns logits `[batch, vocabulary]`."""
         logits, *written = super().forward(inputs, past)
         # Inductor sees that each cache was made from the input of its name, and writes the new rows alone.
@@ -465,9 +465,7 @@ def decoder_program(
     return program, caches
 
 
-def _attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, *_: Any
-) -> torch.Tensor:
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, *_: Any) -> Tensor:
     """Attends over the whole cache, where a mask `[batch, 1, sequence, capacity]` says who sees which.
 
     The query heads that share keys become further queries, so that no key of the cache is copied:
@@ -481,7 +479,7 @@ def _attention(
     return grouped.unflatten(2, (group, sequence)).flatten(1, 2)
 
 
-DECODER_BODIES: dict[str, Callable[..., torch.Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: scatter}
+DECODER_BODIES: dict[str, Callable[..., Tensor]] = {**BODIES, EXPORTED_ATTENTION: _attention, _SCATTER: scatter}
 """The bodies of quantized layers, of attention over a cache, and of writing into it, by the names of their ops."""
 
 
@@ -519,9 +517,9 @@ class AotiSession:
         self._torch_dtype = getattr(torch, description["dtype"])
         # [heads, capacity, dim] of keys and values, in order of the layers
         self._shapes = [(heads, description["capacity"], dim) for heads, dim in description["caches"]]
-        self._caches: list[torch.Tensor] = []
+        self._caches: list[Tensor] = []
         # A graph, and the inputs and logits in the host's memory that it reads and writes.
-        self._captured: tuple[torch.cuda.CUDAGraph, dict[str, torch.Tensor], torch.Tensor] | None = None
+        self._captured: tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor] | None = None
         self.capacity: int = description["capacity"]
         self.dtype: str = description["dtype"]
         self.plan: str = description["plan"]
@@ -559,14 +557,14 @@ class AotiSession:
             raise UserError(f"{self._path}: the package stopped: {' '.join(str(error).split())[:300]}") from error
         return logits.float().cpu().numpy()
 
-    def _replayed(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _replayed(self, inputs: dict[str, Tensor]) -> Tensor:
         """Returns the logits of a step of one token a row; the first one of an empty cache's rows is captured."""
         if self._captured is None:
             host = {name: x.pin_memory() for name, x in inputs.items()}
 
-            def run() -> torch.Tensor:
+            def run() -> Tensor:
                 given = {name: x.to(self._device, non_blocking=True) for name, x in host.items()}
-                logits: torch.Tensor = self._run(given, self._caches)
+                logits: Tensor = self._run(given, self._caches)
                 return logits.float()
 
             result = torch.empty_like(run(), device="cpu", pin_memory=True)  # the run loads the kernels

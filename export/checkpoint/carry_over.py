@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import listed
 from quant.export.checkpoint.files import modelopt
@@ -33,7 +33,7 @@ from quant.models.state_dict import load_pickle as load_pickle
 from quant.recipes.blocks import stored_dtype
 from quant.recipes.plan import PLAN_FILE
 
-Tensors = dict[str, torch.Tensor | DeferredTensor]
+Tensors = dict[str, Tensor | DeferredTensor]
 CODES = ("weight_packed", "weight_scale", "weight_scale_2", "weight_scale_inv", "weight_global_scale")
 """Suffixes under which layouts store a quantized weight; one of them below a module says that it is quantized."""
 _EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(\w+)\.weight")
@@ -66,14 +66,14 @@ def carried_note(model: Any, names: StoredNames, source: Path | None) -> list[st
     ]
 
 
-def _deferred(name: str, original: Mapping[str, torch.Tensor]) -> torch.Tensor | DeferredTensor:
+def _deferred(name: str, original: Mapping[str, Tensor]) -> Tensor | DeferredTensor:
     """Returns a tensor of the source; a dequantized one is computed when it is written."""
     if isinstance(original, QuantizedTensors) and name in original.packed:
         return DeferredTensor(torch.Size(original.shape(name)), original.dtype, partial(original.__getitem__, name))
     return original[name].contiguous()
 
 
-def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, Tensor]:
     """Returns the tensors of a model's directory, read on access.
 
     Of a quantized one of others, dequantized to `dtype`.
@@ -86,7 +86,7 @@ def source_tensors(source: Path, dtype: torch.dtype) -> Mapping[str, torch.Tenso
             return packed
     if all(shard.suffix == ".safetensors" for shard in shards):
         return TensorFiles(source, files=shards)
-    pickles: dict[str, torch.Tensor] = {}
+    pickles: dict[str, Tensor] = {}
     for shard in shards:
         _, state = load_pickle(shard, None, unsafe=False, meta=False)
         pickles |= dict(state or {})
@@ -113,7 +113,7 @@ def is_quantized(name: str, written: Collection[str]) -> bool:
 
 def unused_tensors(
     model: Any,
-    original: Mapping[str, torch.Tensor],
+    original: Mapping[str, Tensor],
     written: Collection[str],
     names: StoredNames,
     candidates: Iterable[str] | None = None,
@@ -138,7 +138,7 @@ def unused_tensors(
 
 
 def _unexpected(
-    model: Any, original: Mapping[str, torch.Tensor], candidates: list[str], names: StoredNames
+    model: Any, original: Mapping[str, Tensor], candidates: list[str], names: StoredNames
 ) -> Collection[str]:
     """Returns the tensors among `candidates` that transformers finds no parameter for; no data is read."""
     if not candidates:
@@ -172,7 +172,7 @@ def _in_model(name: str) -> list[str]:
     return [name, *(f"{match[1]}.{last}" for last in (*stacks, match[2]))]
 
 
-def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
+def main_dtype(original: Mapping[str, Tensor]) -> torch.dtype | None:
     """Returns the floating-point dtype that most elements have, after dequantization."""
     if isinstance(original, QuantizedTensors):
         return original.dtype
@@ -184,8 +184,8 @@ def main_dtype(original: Mapping[str, torch.Tensor]) -> torch.dtype | None:
 
 
 def _as_in_source(
-    name: str, tensor: torch.Tensor | DeferredTensor, original: Mapping[str, torch.Tensor]
-) -> torch.Tensor | DeferredTensor:
+    name: str, tensor: Tensor | DeferredTensor, original: Mapping[str, Tensor]
+) -> Tensor | DeferredTensor:
     """Returns the source's tensor, if `tensor` is that one cast to another floating-point dtype; else `tensor`."""
     if isinstance(tensor, DeferredTensor) or name not in original or not is_wide_float(tensor):
         return tensor
@@ -198,7 +198,7 @@ def _as_in_source(
     return stored if torch.equal(stored.to(tensor.dtype), tensor.cpu()) else tensor
 
 
-def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]) -> dict[str, Tensor]:
     """Returns the source's matrices that the model's class has no use for, by the names that their layers would have.
 
     Experts that are stored as one stack `[experts, out, in]` come matrix by matrix, as servers read quantized ones.
@@ -208,7 +208,7 @@ def head_weights(model: nn.Module, source: Path, is_asked: Callable[[str], bool]
     # transformers is asked about all experts of a block or about none, because it joins their matrices.
     stems = {name.partition(".experts.")[0] for name in original if is_asked(name.removesuffix(".weight"))}
     candidates = [name for name in original if name.partition(".experts.")[0] in stems]
-    weights: dict[str, torch.Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name in unused_tensors(model, original, (), names, candidates):
         tensor = original[name]
         if not is_wide_float(tensor):

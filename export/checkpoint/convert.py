@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError, known_names, loss_text, require
@@ -154,7 +154,7 @@ def _write_configs(temporary: Path, directory: Path, opened: Checkpoint, layout:
     (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     tensors, names = opened.tensors, opened.names
     owned: set[str] = set()
     # Codes and scales go through our own form, `BlockScaledTensor`, which both layouts read and write without rounding.

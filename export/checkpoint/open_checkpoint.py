@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, listed, require
 from quant.export.checkpoint.files import modelopt
@@ -49,7 +49,7 @@ def plan_of_checkpoint(
     directory: Path,
     model_layers: Sequence[Layer],
     config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     names: StoredNames | None = None,
 ) -> Plan:
     """Returns the plan of a checkpoint that came without one; ValueError if its config does not fit the tensors.
@@ -101,7 +101,7 @@ def plan_of_checkpoint(
     )
 
 
-def _tensor_scales(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> tuple[float, ...]:
+def _tensor_scales(tensors: Mapping[str, Tensor], layer: LayerPlan) -> tuple[float, ...]:
     """Returns the scales that a layer of any layout has for its whole weight and for its input."""
     names = ["weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale"]
     if layer.weight is not None and layer.weight.per_tensor:
@@ -274,7 +274,7 @@ def quantization_config(directory: Path) -> dict[str, Any] | None:
     return None
 
 
-def kv_scale_problems(tensors: Mapping[str, torch.Tensor]) -> Iterator[str]:
+def kv_scale_problems(tensors: Mapping[str, Tensor]) -> Iterator[str]:
     """Yields the scales of a KV cache that are not positive and finite, or that K has and V lacks."""
     scales = {name: tensors[name] for name in tensors if name.endswith(KV_SCALES)}
     for name, scale in scales.items():
@@ -315,9 +315,7 @@ def suspect_problems(model: nn.Module, tensors: TensorFiles, *, fp8: bool = True
             yield f"{in_file(tensors, name)} {problem}; repair the model, or download it again"
 
 
-def dtype_problems(
-    model: nn.Module, tensors: Mapping[str, torch.Tensor], source: Mapping[str, torch.Tensor]
-) -> Iterator[str]:
+def dtype_problems(model: nn.Module, tensors: Mapping[str, Tensor], source: Mapping[str, Tensor]) -> Iterator[str]:
     """Yields tensors, in files that `source` knows, of integers where the model has floats, or the other way round."""
     state = model.state_dict(keep_vars=True)
     for name, tensor in tensors.items():
@@ -343,7 +341,7 @@ def _keep_float32(model: nn.Module) -> None:
             tensor.data = tensor.data.float()
 
 
-def _in_dtypes_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _in_dtypes_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns tensors in the dtype of the model's: a checkpoint keeps that of its source, such as a router's bias."""
     state = model.state_dict(keep_vars=True)
     cast = {}
@@ -354,7 +352,7 @@ def _in_dtypes_of(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict
     return cast
 
 
-def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Path, *, assign: bool) -> None:
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor], directory: Path, *, assign: bool) -> None:
     """Loads the tensors that are not quantized; UserError for other shapes, missing and unexpected tensors."""
     tensors = as_in_modules(model, tensors)
     state = model.state_dict(keep_vars=True)
@@ -383,7 +381,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, torch.Tensor], directory: Pa
         raise UserError(f"{directory}: the checkpoint {verb} {', '.join(names[:3])} ({len(names)} tensors)")
 
 
-def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
+def _untie(model: nn.Module, tensors: Mapping[str, Tensor]) -> bool:
     """Gives tensors of their own to layers that config.json ties to others and whose tensors differ; returns if any.
 
     transformers does the same; servers take the embedding for the head (`flag_problems`).
@@ -398,7 +396,7 @@ def _untie(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> bool:
     return bool(untied)
 
 
-def as_in_modules(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def as_in_modules(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns `tensors` in the form of the model: files hold experts in 16 bit one by one, and join others."""
     joined = in_model(model, tensors)
     for path, module in model.named_modules():

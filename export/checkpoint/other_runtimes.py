@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, listed, option, require
 from quant.base.json_files import text_as_in_source
@@ -87,7 +87,7 @@ def runtime_warnings(
     plan: Plan,
     dtype: torch.dtype = torch.bfloat16,
     names: StoredNames | None = None,
-    tensors: Mapping[str, torch.Tensor] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     layout: str = COMPRESSED_TENSORS,
 ) -> list[str]:
     """Returns one sentence for each feature of a checkpoint that a runtime of its `layout` does not support."""
@@ -159,7 +159,7 @@ def unpacking_warnings(plan: Plan, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _transformers_warnings(
-    plan: Plan, names: StoredNames, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    plan: Plan, names: StoredNames, tensors: Mapping[str, Tensor], dtype: torch.dtype
 ) -> Iterator[str]:
     """Yields a sentence on each feature for which transformers stops, or gives other logits than `quant.load`."""
     if embeddings := [layer.name for layer in plan.quantized if layer.kind == LayerKind.EMBEDDING]:
@@ -342,7 +342,7 @@ def trial_load(
     directory: Path,
     model: Any,
     plan: Plan,
-    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     names: StoredNames | None = None,
     *,
     allow_missing: bool = False,
@@ -418,7 +418,7 @@ def trial_load(
     return Trial(tuple(notes), problem or stop or cast)
 
 
-def _dequantizes(directory: Path, cls: Any, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> bool:
+def _dequantizes(directory: Path, cls: Any, plan: Plan, tensors: Mapping[str, Tensor]) -> bool:
     """Returns whether transformers can unpack a checkpoint while it reads it, which needs one format for all."""
     if len({layer.weight for layer in plan.quantized}) > 1 or any(e.kind == LayerKind.EXPERTS for e in plan.quantized):
         return False
@@ -482,10 +482,7 @@ def vllm_problem(plan: Plan, model: Any, layout: str) -> str | None:
 
 
 def _misfits(
-    info: Mapping[str, Any],
-    plan: Plan,
-    tensors: Mapping[str, torch.Tensor | DeferredTensor],
-    not_linear: Collection[str],
+    info: Mapping[str, Any], plan: Plan, tensors: Mapping[str, Tensor | DeferredTensor], not_linear: Collection[str]
 ) -> list[str]:
     """Returns the parts of a sentence about missing and unexpected tensors, except those of the layers `not_linear`."""
 
@@ -555,7 +552,7 @@ def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | N
     return None
 
 
-def _load(directory: Path, cls: Any, tensors: Mapping[str, torch.Tensor], **options: Any) -> dict[str, Any]:
+def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: Any) -> dict[str, Any]:
     """Loads tensors of the meta device; of decoder blocks that are alike the first stands for all.
 
     transformers decompresses every expert before it joins them: 18,000 matrices of Qwen3-30B-A3B, at 1.3 s a block.

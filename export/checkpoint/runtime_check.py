@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, known_names
 from quant.base.json_files import JsonData, json_text
@@ -60,9 +60,9 @@ class Notes:
     def __init__(self) -> None:
         self.is_open = False
         self.layers: dict[str, dict[str, Any]] = {}
-        self.tensors: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, Tensor] = {}
 
-    def add(self, name: str, members: list[str], kernel: str, x: torch.Tensor, y: torch.Tensor) -> None:
+    def add(self, name: str, members: list[str], kernel: str, x: Tensor, y: Tensor) -> None:
         """Notes the first rows of an input `[…, in]` and its output `[…, out]`."""
         if not self.is_open or name in self.layers:
             return
@@ -116,11 +116,11 @@ def watch_vllm(model: nn.Module, notes: Notes) -> None:
 def _noted(apply: Callable[..., Any], notes: Notes, names: dict[int, tuple[str, list[str]]]) -> Callable[..., Any]:
     """Returns `apply(layer, x, bias)` of a method of vLLM, noted for the layers in `names`."""
 
-    def noted(layer: nn.Module, x: torch.Tensor, *arguments: Any, **named: Any) -> Any:
+    def noted(layer: nn.Module, x: Tensor, *arguments: Any, **named: Any) -> Any:
         # A kernel may use its input as a workspace, so the rows are copied before.
         before = x.detach().reshape(-1, x.shape[-1])[:ROWS].clone() if notes.is_open else x
         y = apply(layer, x, *arguments, **named)
-        if id(layer) in names and isinstance(y, torch.Tensor):
+        if id(layer) in names and isinstance(y, Tensor):
             name, members = names[id(layer)]
             notes.add(name, members, kernel_name(layer), before, y)
         return y
@@ -131,7 +131,7 @@ def _noted(apply: Callable[..., Any], notes: Notes, names: dict[int, tuple[str, 
 def _block_hook(notes: Notes, name: str, kernel: str) -> Callable[..., None]:
     def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         y = output[0] if isinstance(output, tuple) else output
-        if inputs and isinstance(y, torch.Tensor):
+        if inputs and isinstance(y, Tensor):
             notes.add(name, [name], kernel, inputs[0], y)
 
     return hook
@@ -199,14 +199,14 @@ def probe_transformers(directory: Path, request: Mapping[str, Any], out: Path) -
     notes.save(out, runtime=f"transformers {transformers.__version__}", attention="", kv_cache="")
 
 
-def score(model: Any, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+def score(model: Any, rows: Tensor) -> dict[str, Tensor]:
     """Returns the log-probability of every token of `rows` but the first, and the likeliest token in its place."""
     logits = torch.cat([model(input_ids=row[None]).logits[:, :-1].float().cpu() for row in rows])
     own = logits.log_softmax(-1).gather(-1, rows[:, 1:, None].cpu())[..., 0]
     return {"logprobs": own, "likeliest": logits.argmax(-1)}
 
 
-def continue_greedily(model: Any, rows: torch.Tensor, new: int) -> torch.Tensor:
+def continue_greedily(model: Any, rows: Tensor, new: int) -> Tensor:
     """Returns the next `new` tokens after each row, int64 `[rows, new]`; each step reads the whole text."""
     text = rows
     for _ in range(new):
@@ -302,7 +302,7 @@ def check_runtime(
     return _compare(load(directory, trust_remote_code=trust_remote_code), rows, facts, seen)
 
 
-def _rows(directory: Path, config: dict[str, Any]) -> torch.Tensor:
+def _rows(directory: Path, config: dict[str, Any]) -> Tensor:
     """Returns the token ids `[TEXTS, TOKENS]` of several kinds of texts, or drawn at random without a tokenizer."""
     vocabulary = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size", 256)
     if not (directory / "tokenizer.json").is_file():
@@ -328,9 +328,7 @@ def _probe(runtime: str, directory: Path, request: dict[str, Any], folder: Path)
     return json.loads((folder / "probe.json").read_text(encoding="utf-8")), load_file(folder / "probe.safetensors")
 
 
-def _compare(
-    model: nn.Module, rows: torch.Tensor, facts: dict[str, Any], seen: dict[str, torch.Tensor]
-) -> RuntimeCheck:
+def _compare(model: nn.Module, rows: Tensor, facts: dict[str, Any], seen: dict[str, Tensor]) -> RuntimeCheck:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     modules = dict(model.named_modules())
@@ -362,7 +360,7 @@ def _compare(
     )  # fmt: skip
 
 
-def _difference(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+def _difference(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     """Returns the mean absolute difference of log-probabilities of two runs of `score`, in nat."""
     return float((one["logprobs"] - other["logprobs"]).abs().mean())
 
@@ -376,9 +374,7 @@ def _module(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
     return candidates[0] if len(candidates) == 1 else None
 
 
-def _layer(
-    layer: dict[str, Any], references: Sequence[nn.Module | None], x: torch.Tensor, y: torch.Tensor
-) -> RuntimeLayer:
+def _layer(layer: dict[str, Any], references: Sequence[nn.Module | None], x: Tensor, y: Tensor) -> RuntimeLayer:
     """Compares the runtime's `y` of `x` with ours, with rounded inputs and with inputs in 16 bit."""
     modules = [module for module in references if module is not None]
     if not modules or len(modules) < len(references):
@@ -410,7 +406,7 @@ def _quantized(module: nn.Module) -> list[QuantizedModule]:
 
 
 @torch.no_grad()
-def _outputs(modules: Sequence[nn.Module], x: torch.Tensor) -> torch.Tensor:
+def _outputs(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     """Returns the outputs side by side `[tokens, out]`, float32."""
     outputs = []
     for module in modules:
@@ -429,7 +425,7 @@ def _dtype(module: nn.Module) -> torch.dtype:
     return next((p.dtype for p in module.parameters() if p.is_floating_point() and p.dim() > 1), torch.bfloat16)
 
 
-def _error(expected: torch.Tensor, y: torch.Tensor) -> float:
+def _error(expected: Tensor, y: Tensor) -> float:
     y = y[:, : expected.shape[1]]  # a runtime pads the vocabulary of its head
     return float((y - expected).norm() / expected.norm().clamp(min=1e-30))
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, require, warn
 from quant.base.json_files import read_json, text_as_in_source, typed
@@ -72,7 +72,7 @@ def write_config(
     plan: Plan,
     names: StoredNames,
     source: Path | None = None,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
@@ -243,7 +243,7 @@ def write_model(
     tokenizer: Any = None,
     allow_missing: bool = False,
     finish: Finish | None = None,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, Tensor] | None = None,
 ) -> dict[str, str]:
     """Saves as `save`, for a plan that `check_plan` has passed.
 
@@ -366,7 +366,7 @@ def _plain(file: Path) -> Any:
 
 
 def save_state_dict(
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Tensor],
     solved: Mapping[str, BlockScaledTensor],
     plan: Plan,
     directory: str | Path,
@@ -375,7 +375,7 @@ def save_state_dict(
     finish: Finish | None = None,
 ) -> dict[str, str]:
     """Saves as `save`, for a bare state dict whose weights `solved`, by layer, were quantized by `plan`."""
-    out: dict[str, torch.Tensor] = {}
+    out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer = name if name in solved else name.removesuffix(".weight")
         if layer not in solved:
@@ -459,7 +459,7 @@ def save_pretrained(
     model: Any,
     save_directory: str | Path,
     is_main_process: bool = True,
-    state_dict: Mapping[str, torch.Tensor] | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
     push_to_hub: bool = False,
     max_shard_size: int | str | None = None,
     variant: str | None = None,
@@ -563,7 +563,7 @@ def _shard_bytes(size: int | str | None) -> int | None:
     return None if size is None else min(size, SHARD_BYTES)
 
 
-def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
+def _whole(name: str, tensor: Tensor) -> Tensor:
     """Returns the tensor, if it is whole and in memory; UserError otherwise."""
     # A DTensor, of FSDP or tensor parallelism.
     if hasattr(tensor, "full_tensor"):
@@ -576,7 +576,7 @@ def _whole(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _from_checkpoint(model: nn.Module, state: dict[str, torch.Tensor], prefix: str, *_: Any) -> None:
+def _from_checkpoint(model: nn.Module, state: dict[str, Tensor], prefix: str, *_: Any) -> None:
     """Gives the tensors of a checkpoint the names and forms of modules, as a hook of `load_state_dict`."""
     # Our own state dict has buffers `codes` and `scale`; only a checkpoint's files have `weight_scale`.
     if not any(name.endswith(".weight_scale") for name in state):

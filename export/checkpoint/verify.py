@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, option
 from quant.base.json_files import JsonData, read_json, text_as_in_source, typed
@@ -153,7 +153,7 @@ class _Subject:
 
     directory: Path
     module: nn.Module | None
-    scales: dict[str, dict[str, torch.Tensor | None]] = field(default_factory=dict)
+    scales: dict[str, dict[str, Tensor | None]] = field(default_factory=dict)
 
     @cached_property
     def report(self) -> Mapping[str, Any]:
@@ -409,7 +409,7 @@ class _Pair:
         return TensorFiles(self.directory)
 
     @cached_property
-    def original(self) -> Mapping[str, torch.Tensor]:
+    def original(self) -> Mapping[str, Tensor]:
         return source_tensors(self.home, stored_dtype(self.model))
 
     @cached_property
@@ -451,7 +451,7 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
         yield Difference("tensors", name, "is missing", None if name in unused else _why_missing(pair, name))
 
 
-def _cut_experts(pair: _Pair, name: str) -> dict[str, torch.Tensor]:
+def _cut_experts(pair: _Pair, name: str) -> dict[str, Tensor]:
     """Returns the matrices of a stack of experts in 16 bit by their names in the checkpoint; none of other tensors."""
     ours, original = pair.names.of_model(name), pair.original[name]
     if original.dim() != 3 or ours.rpartition(".")[2] not in pair.names.cut:
@@ -460,7 +460,7 @@ def _cut_experts(pair: _Pair, name: str) -> dict[str, torch.Tensor]:
     return {pair.names.stored(each): matrix for each, matrix in matrices.items()}
 
 
-def _expert_differences(pair: _Pair, name: str, experts: Mapping[str, torch.Tensor]) -> Iterator[Difference]:
+def _expert_differences(pair: _Pair, name: str, experts: Mapping[str, Tensor]) -> Iterator[Difference]:
     """Yields how the matrices of a stack of the source deviate, which the checkpoint has one by one."""
     faults = []
     for each, matrix in experts.items():
@@ -485,7 +485,7 @@ def _tensor_problem(pair: _Pair, name: str) -> str | None:
     return None if torch.equal(_bytes(written), _bytes(original)) else _OTHER_VALUES
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor, uint8 `[n]`: NaN equals itself there, and -0.0 differs from 0.0."""
     return tensor.detach().contiguous().flatten().view(torch.uint8)
 

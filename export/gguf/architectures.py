@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.base.errors import UserError
 
@@ -244,7 +245,7 @@ def architecture_of(config: Any) -> Architecture:
     return architecture
 
 
-def metadata_of(config: Any, architecture: Architecture) -> tuple[Fields, dict[str, torch.Tensor]]:
+def metadata_of(config: Any, architecture: Architecture) -> tuple[Fields, dict[str, Tensor]]:
     """Returns the metadata of a config, without the architecture's name in front, and tensors of frequencies."""
     width = head_dim(config)
     norm = {"attention.layer_norm_rms_epsilon": "rms_norm_eps"} if hasattr(config, "rms_norm_eps") else {}
@@ -267,7 +268,7 @@ def metadata_of(config: Any, architecture: Architecture) -> tuple[Fields, dict[s
     return fields | rope | architecture.fields(config), factors
 
 
-def _rope(config: Any, architecture: Architecture, width: int) -> tuple[Fields, dict[str, torch.Tensor]]:
+def _rope(config: Any, architecture: Architecture, width: int) -> tuple[Fields, dict[str, Tensor]]:
     """Returns metadata and tensors of rotary embeddings, in one of the architecture's `rope_types`."""
     parameters = config.rope_parameters or {}
     parameters = parameters.get("full_attention", parameters)
@@ -302,10 +303,10 @@ def _rope(config: Any, architecture: Architecture, width: int) -> tuple[Fields, 
     return fields, {}
 
 
-def _divisors(parameters: Mapping[str, Any], base: float, width: int) -> torch.Tensor:
+def _divisors(parameters: Mapping[str, Any], base: float, width: int) -> Tensor:
     """Returns what each rotary frequency of Llama 3.1 and later is divided by, float32 `[width / 2]`."""
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / wavelength
     share = ((parameters["original_max_position_embeddings"] * turns - low) / (high - low)).clamp(0, 1)
-    divisors: torch.Tensor = 1 / ((1 - share) / parameters["factor"] + share)
+    divisors: Tensor = 1 / ((1 - share) / parameters["factor"] + share)
     return divisors.float()

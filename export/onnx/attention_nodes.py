@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.export.onnx.opsets import (
     BOOL,
@@ -38,15 +39,8 @@ from quant.kernels.attention.reference import fp8_attention_reference
 
 
 def _attention_body(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    causal: bool,
-    scales: list[float],
-    kind: str,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, scales: list[float], kind: str
+) -> Tensor:
     """Computes in PyTorch the attention that an exported graph holds as one op.
 
     Args:
@@ -85,8 +79,8 @@ def _attention_body(
 
 
 def plain_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float, causal: bool, *_: Any
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, *_: Any
+) -> Tensor:
     """Computes the op in 16 bit by PyTorch's own attention, in graphs that stay in PyTorch."""
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
@@ -168,7 +162,7 @@ def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: 
     return op.Reshape(out, op.Constant(value_ints=[0, heads, -1, v_dim]))
 
 
-def scatter(cache: torch.Tensor, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def scatter(cache: Tensor, x: Tensor, index: Tensor) -> Tensor:
     """Returns the cache `[batch, kv_heads, capacity, dim]` with `x` in each row from position `index` `[batch]` on."""
     rows = torch.arange(cache.shape[0], device=cache.device)[:, None]
     positions = index[:, None] + torch.arange(x.shape[2], device=cache.device)
@@ -206,23 +200,23 @@ def _cache_translation(format: str) -> Callable[..., Any]:
     return translate
 
 
-def _cache_body(format: Format) -> Callable[..., tuple[torch.Tensor, ...]]:
+def _cache_body(format: Format) -> Callable[..., tuple[Tensor, ...]]:
     def attend_to_cache(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        caches: list[torch.Tensor],
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        caches: list[Tensor],
         k_scale: list[float],
         v_scale: list[float],
-        lengths: torch.Tensor,
+        lengths: Tensor,
         scale: float,
-    ) -> tuple[torch.Tensor, ...]:
+    ) -> tuple[Tensor, ...]:
         """Computes the node in PyTorch, by the oracle of our paged cache: each sequence is one page."""
         new = [cache.clone() for cache in caches]
         scales = [torch.tensor(values, dtype=torch.float32) for values in (k_scale, v_scale)]
         # The graph calls bytes of two E2M1 codes FP8.
         codes = [part.view(torch.uint8) for part in new[:2]] + new[2:] if format.global_scale else new
-        blocks: list[torch.Tensor | None] = [*codes[2:]] or [None, None]
+        blocks: list[Tensor | None] = [*codes[2:]] or [None, None]
         pages = KVPages(codes[0], codes[1], format, q.shape[3], *scales, *blocks)
         write_reference(pages, torch.arange(len(q))[:, None], lengths, k, v)
         position = lengths[:, None] + torch.arange(q.shape[2])
@@ -249,7 +243,7 @@ def _grouped(q: Any, k: Any, v: Any, past_key: Any, past_value: Any, lengths: An
     return opset(PLUGIN_DOMAIN).GroupedAttention(*operands, softmax_scale=scale, window=window, _outputs=3)
 
 
-def _delta_rule(S: torch.Tensor, *operands: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _delta_rule(S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
     """Computes y `[tokens, batch, heads, 1, dim]` and the last S `[batch, heads, key_dim, value_dim]`.
 
     `operands` are q, k and v like y, and exp(g) and beta `[tokens, batch, heads, 1, 1]`.

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quant.base.errors import option
@@ -395,12 +395,12 @@ def _experts_entries(
         for key in weights
     }
 
-    def exported(key: str, expert: int) -> torch.Tensor:
+    def exported(key: str, expert: int) -> Tensor:
         weight = torch.from_numpy(_expert_weight(*(part[expert] for part in files[key]), columns=weights[key].shape[2]))
         return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if key == PROJECTIONS[0] else weight
 
-    def held(key: str, expert: int) -> torch.Tensor:
-        weight: torch.Tensor = weights[key].dense(expert) if key in quantized else weights[key][expert]
+    def held(key: str, expert: int) -> Tensor:
+        weight: Tensor = weights[key].dense(expert) if key in quantized else weights[key][expert]
         return weight.float()
 
     generator, experts, slots = torch.Generator().manual_seed(0), module.num_experts, min(2, module.num_experts)
@@ -448,7 +448,7 @@ def _expert_weight(codes: np.ndarray, scale: np.ndarray | None = None, *, column
     return wide
 
 
-_Pairs = Iterator[tuple[str, torch.Tensor, torch.Tensor]]
+_Pairs = Iterator[tuple[str, Tensor, Tensor]]
 
 
 def _relative_errors(pairs: _Pairs) -> dict[str, float]:
@@ -488,9 +488,7 @@ def _compare_linear(
             yield "checkpoint", stored.rows(start, stop).dequantize(), weight
 
 
-def _probes(
-    x: torch.Tensor, format: Format | None, input_scale: torch.Tensor | None, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def _probes(x: Tensor, format: Format | None, input_scale: Tensor | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns the inputs that a layer is compared on, by the key of their errors, from random normal ones `x`."""
     if format is None or input_scale is None:
         return {"output": x.to(dtype)}
@@ -559,11 +557,11 @@ def _model_rows(model: Any, weight: BlockScaledTensor, start: int, stop: int, *,
     return helper.make_model(graph, opset_imports=model.opset_import, ir_version=model.ir_version)
 
 
-def _as_float(values: np.ndarray) -> torch.Tensor:
+def _as_float(values: np.ndarray) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.float32))
 
 
-def to_numpy(x: torch.Tensor) -> np.ndarray:
+def to_numpy(x: Tensor) -> np.ndarray:
     """Returns a tensor as numpy, BF16 and FP8 as `ml_dtypes` have them."""
     import ml_dtypes
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import option
 from quant.calibration.attention_names import implementations_kept, model_configs, names_registered
@@ -44,7 +44,7 @@ _OUTPUTS = (("logits", "pred_boxes"), ("last_hidden_state", "pooler_output"))
 _NAME = "quant_onnx"  # of our attention in transformers' registries
 
 
-def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
+def check_attends(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
     """Raises ValueError for a transformers model that asks for a mask which its graph would lose.
 
     A graph has one op for each attention, and no masks but those of padding. A model that does not call the attention
@@ -56,18 +56,18 @@ def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
     from transformers.masking_utils import causal_mask_function
 
     modules = {module: name for name, module in model.named_modules()}
-    masks: list[tuple[torch.Tensor, bool]] = []  # with whether it is the causal one
+    masks: list[tuple[Tensor, bool]] = []  # with whether it is the causal one
     attentions: list[str] = []
     masked: list[str] = []  # attentions that get the causal mask and are not causal by themselves
 
-    def mask(q_length: int, kv_length: int, mask_function: Any, **_: Any) -> torch.Tensor:
+    def mask(q_length: int, kv_length: int, mask_function: Any, **_: Any) -> Tensor:
         # Masks that are put together, such as PaliGemma's, may let every token see every other one.
         masks.append((torch.ones(2, 1, q_length, kv_length, dtype=torch.bool), mask_function is causal_mask_function))
         return masks[-1][0]
 
     def attend(
-        module: nn.Module, query: torch.Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
-    ) -> tuple[torch.Tensor, None]:
+        module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
+    ) -> tuple[Tensor, None]:
         attentions.append(modules.get(module, ""))
         causal = options.get("is_causal")
         causal = getattr(module, "is_causal", True) if causal is None else causal
@@ -104,7 +104,7 @@ def check_attends(model: nn.Module, inputs: Mapping[str, torch.Tensor]) -> None:
 class GraphInput:
     """An input of the graph: an example of it, and the names of its dynamic dimensions; a fixed one is a number."""
 
-    example: torch.Tensor
+    example: Tensor
     dims: Dims
 
 
@@ -123,17 +123,17 @@ class Attention:
     def __call__(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
         *,
         scaling: float | None = None,
         is_causal: bool | None = None,
         sliding_window: int | None = None,
-        position_bias: torch.Tensor | None = None,
+        position_bias: Tensor | None = None,
         **options: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Attends, under the signature of transformers' attention functions."""
         name = self.names[module]
         present = {**options, "position_bias": position_bias}
@@ -152,12 +152,12 @@ class Attention:
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         return self.computed(module, name, query, keys, scale), None
 
-    def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
+    def computed(self, module: nn.Module, name: str, query: Tensor, keys: Keys, scale: float) -> Tensor:
         """Returns the attention of one module, `[batch, queries, heads, dim]`; `scale` multiplies q·k."""
         scales = self.scales.get(name, ())
         if scales:
             check_attention(name, self.kind, query, keys.key, keys.mask)
-        out: torch.Tensor = attend(query, *keys[:3], scale, keys.causal, list(scales), self.kind)
+        out: Tensor = attend(query, *keys[:3], scale, keys.causal, list(scales), self.kind)
         return out.transpose(1, 2).contiguous()
 
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
@@ -174,15 +174,15 @@ class Attention:
 class Keys(NamedTuple):
     """The keys that queries attend to."""
 
-    key: torch.Tensor  # `[batch, kv_heads, tokens, dim]`
-    value: torch.Tensor  # likewise
+    key: Tensor  # `[batch, kv_heads, tokens, dim]`
+    value: Tensor  # likewise
     # bool `[batch, 1, queries, tokens]`, true where a query sees a key; or numbers `[batch, heads, queries, tokens]`,
     # which are added to the scores; None for no mask
-    mask: torch.Tensor | None
+    mask: Tensor | None
     causal: bool  # whether a query sees no later token; False where the mask says so
     window: int | None = None  # tokens that a query sees, its own too, where the op has them without a mask
 
-    def biased(self, bias: torch.Tensor) -> Keys:
+    def biased(self, bias: Tensor) -> Keys:
         """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""
         if self.causal:
             queries, tokens = (torch.arange(size, device=bias.device) for size in bias.shape[2:])
@@ -207,12 +207,8 @@ def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterat
 
 
 def _key_mask(
-    q_length: int,
-    kv_length: int,
-    mask_function: Callable[..., torch.Tensor],
-    attention_mask: torch.Tensor | None = None,
-    **_: Any,
-) -> torch.Tensor | None:
+    q_length: int, kv_length: int, mask_function: Callable[..., Tensor], attention_mask: Tensor | None = None, **_: Any
+) -> Tensor | None:
     """Returns a mask that is true for the keys that a query sees and that are not padding, `[batch, 1, queries, keys]`.
 
     `mask_function` is transformers' rule for the positions of a query and a key: causal, bidirectional, or a window.
@@ -240,11 +236,11 @@ class Graph(nn.Module):
         self.model = model
         self.attention = attention
 
-    def forward(self, inputs: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Returns the model's outputs."""
         options: dict[str, Any] = {"use_cache": False} if self.model.can_generate() else {}
         out = self.model(**inputs, **options)
-        tensors = {name: value for name, value in out.items() if isinstance(value, torch.Tensor)}
+        tensors = {name: value for name, value in out.items() if isinstance(value, Tensor)}
         self.attention.outputs = next(
             (present for names in _OUTPUTS if (present := [name for name in names if name in tensors])), list(tensors)
         )

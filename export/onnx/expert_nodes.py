@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import option
 from quant.export.onnx.opsets import ORT_DOMAIN, PLUGIN_DOMAIN, opset
@@ -111,10 +111,10 @@ def experts_as_ops(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def _op(self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-    if type(hidden_states) is torch.Tensor:  # a pass with numbers, of which no graph is made
+def _op(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    if type(hidden_states) is Tensor:  # a pass with numbers, of which no graph is made
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
-    operands: list[torch.Tensor | None] = []
+    operands: list[Tensor | None] = []
     formats = []
     for projection in (getattr(self, name) for name in PROJECTIONS):
         is_quantized = isinstance(projection, QuantExperts)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.json_files import write_json
 from quant.calibration.attention_names import text_config
@@ -42,10 +42,10 @@ _SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, 
 class GenaiAttention(CachedAttention):
     """Attention over a KV cache that grows."""
 
-    def cached(self, past: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def cached(self, past: Tensor, x: Tensor) -> Tensor:
         return torch.cat([past, x], dim=2)
 
-    def visible(self, tokens: int, window: int | None) -> torch.Tensor:
+    def visible(self, tokens: int, window: int | None) -> Tensor:
         past, mask = self.past[0].shape[2], self.inputs[_MASK]
         columns = torch.arange(tokens)
         rows = (torch.arange(self.inputs[IDS].shape[1]) + past)[:, None]
@@ -60,7 +60,7 @@ class GenaiAttention(CachedAttention):
 class GenaiGraph(ServingGraph):
     """A decoder as the library calls it."""
 
-    def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         self.attention.begin(inputs, past)
         out = self.model(input_ids=inputs[IDS], position_ids=inputs[_POSITIONS], use_cache=False)
         return (out.logits, *self.attention.new)

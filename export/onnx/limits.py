@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, install_command, option
 from quant.calibration.session import Device, find_device
@@ -248,7 +248,7 @@ def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix
     multiplied = set()
     for node in exported.graph.nodes:
         value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.Tensor) and value.is_complex():
+        if node.op == "call_function" and isinstance(value, Tensor) and value.is_complex():
             # Such as Llama 4's attention. Paths and classes of the modules around a node, the innermost last.
             path, kind = list(node.meta.get("nn_module_stack", {"": ("", "")}).values())[-1]
             raise ValueError(
@@ -292,7 +292,7 @@ def _codes(exported: torch.export.ExportedProgram, model: nn.Module, prefix: str
     return {name: nodes[names[f"{prefix}{name}.codes"]] for name in layers if f"{prefix}{name}.codes" in names}
 
 
-def check_attention(name: str, kind: str, query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> None:
+def check_attention(name: str, kind: str, query: Tensor, key: Tensor, mask: Tensor | None) -> None:
     """Raises ValueError for FP8 attention without a fused kernel; the message names the module and the way out.
 
     Args:

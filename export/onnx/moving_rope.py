@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 LONGROPE, DYNAMIC = "longrope", "dynamic"
 
@@ -51,7 +51,7 @@ def _forward(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
 
     kinds = module.rope_type if isinstance(module.rope_type, dict) else {None: module.rope_type}
     # Made here, before the trace, in which they would be tensors without values.
-    long: dict[str | None, tuple[torch.Tensor, int]] = {}
+    long: dict[str | None, tuple[Tensor, int]] = {}
     for layer_type, kind in kinds.items():
         if moving_type(kind) == LONGROPE:
             parameters = module.config.rope_parameters
@@ -59,7 +59,7 @@ def _forward(module: Any, plain: Callable[..., Any]) -> Callable[..., Any]:
             frequencies, _ = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=end + 1, **_of(layer_type))
             long[layer_type] = frequencies, end
 
-    def forward(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+    def forward(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Any:
         kind, prefix = kinds.get(layer_type), "" if layer_type is None else f"{layer_type}_"
         longest = position_ids.max() + 1
         if layer_type in long:
@@ -82,7 +82,7 @@ def _of(layer_type: str | None) -> dict[str, str]:
 class _Overlay:
     """A module with other attributes for one pass: torch.export forbids that a pass changes a module's buffers."""
 
-    def __init__(self, module: nn.Module, attributes: dict[str, torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, attributes: dict[str, Tensor]) -> None:
         self._module = module
         self.__dict__.update(attributes)
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from quant.base.errors import option
@@ -83,8 +83,8 @@ class HybridCache(GroupedAttention):
             )
 
     def causal_conv1d_fn(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: Any = None, activation: str | None = None, **_: Any
-    ) -> torch.Tensor:
+        self, x: Tensor, weight: Tensor, bias: Any = None, activation: str | None = None, **_: Any
+    ) -> Tensor:
         """Convolves `x` `[batch, channels, tokens]` by `weight` `[channels, width]`."""
         from transformers.activations import ACT2FN
 
@@ -97,18 +97,18 @@ class HybridCache(GroupedAttention):
 
     def mamba2_chunk_scan(
         self,
-        x: torch.Tensor,
-        dt: torch.Tensor,
-        A: torch.Tensor,
-        B: torch.Tensor,
-        C: torch.Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
         chunk_size: int,
-        D: torch.Tensor | None = None,
-        dt_bias: torch.Tensor | None = None,
+        D: Tensor | None = None,
+        dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: Any,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Returns y, like `x` `[batch, tokens, heads, dim]`; dt `[batch, tokens, heads]`, B, C `[…, groups, n]`."""
         heads, groups = x.shape[2], B.shape[2]
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -129,14 +129,14 @@ class HybridCache(GroupedAttention):
 
     def torch_chunk_gated_delta_rule(
         self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        g: torch.Tensor,
-        beta: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        g: Tensor,
+        beta: Tensor,
         use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Returns y, like `value` `[batch, tokens, heads, dim]`, and no state; g and beta `[batch, tokens, heads]`."""
         dtype, heads, real = value.dtype, value.shape[2], self._real(value)[..., None]
         q, k = (x.float().repeat_interleave(heads // x.shape[2], 2) for x in (query, key))
@@ -151,7 +151,7 @@ class HybridCache(GroupedAttention):
         self.new.append(state)
         return y[..., 0, :].transpose(0, 1).to(dtype), None
 
-    def _past(self, kind: str, empty: torch.Tensor) -> torch.Tensor:
+    def _past(self, kind: str, empty: Tensor) -> Tensor:
         """Returns a state before this step, `empty` for rows that begin."""
         self.kinds.append(kind)
         if not self.past:
@@ -159,7 +159,7 @@ class HybridCache(GroupedAttention):
         begins = (self.inputs[LENGTHS] == 0)[:, None, None]
         return torch.where(begins if empty.dim() == 3 else begins[..., None], empty, self.past[len(self.new)])
 
-    def _real(self, x: torch.Tensor) -> torch.Tensor:
+    def _real(self, x: Tensor) -> Tensor:
         """Returns 1 for the tokens of `x` `[batch, tokens, …]` up to each row's last one and else 0."""
         return (torch.arange(x.shape[1], device=x.device) <= self.inputs[LAST][:, None]).float()
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import option
 from quant.base.processor import memory_left
@@ -61,16 +61,16 @@ _TILE = 32  # keys that our plugin reads at a time; a multiple of them is the ca
 class CachedAttention(Attention):
     """Attention over a KV cache, while a graph is traced."""
 
-    past: Sequence[torch.Tensor] = ()  # keys and values, in order of the layers; none while shapes are recorded
-    new: list[torch.Tensor] = field(default_factory=list)  # keys and values that the graph returns
+    past: Sequence[Tensor] = ()  # keys and values, in order of the layers; none while shapes are recorded
+    new: list[Tensor] = field(default_factory=list)  # keys and values that the graph returns
     kinds: list[str] = field(default_factory=list)  # of `new`: "key" or "value", or of a recurrent layer
-    inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)  # the graph's other inputs
-    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)  # by window; layers share them
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)  # the graph's other inputs
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window; layers share them
     # A bias of positions would cover the new tokens alone.
     refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
     recurrent: bool = False  # whether it keeps the states of recurrent layers too
 
-    def begin(self, inputs: Mapping[str, torch.Tensor], past: Sequence[torch.Tensor]) -> None:
+    def begin(self, inputs: Mapping[str, Tensor], past: Sequence[Tensor]) -> None:
         """Prepares for one pass of the model."""
         self.inputs, self.past, self.new, self.kinds, self.masks = inputs, past, [], [], {}
 
@@ -94,7 +94,7 @@ class CachedAttention(Attention):
             self.masks[window] = self.visible(key.shape[2], window)[:, None]
         return Keys(key, value, self.masks[window], False)
 
-    def cached(self, past: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def cached(self, past: Tensor, x: Tensor) -> Tensor:
         """Returns the cache `[batch, kv_heads, tokens, dim]` with the new tokens in it."""
         return torch.ops.quant.onnx_scatter(past, x, self.inputs[LENGTHS])
 
@@ -115,12 +115,12 @@ class CachedAttention(Attention):
     def check(self, model: nn.Module, past: Mapping[str, GraphInput]) -> None:
         """Raises ValueError for a model that keeps more from step to step than these caches."""
 
-    def positions(self) -> torch.Tensor:
+    def positions(self) -> Tensor:
         """Returns the positions of the new tokens, `[batch, sequence]`."""
         lengths = self.inputs[LENGTHS]
         return lengths[:, None] + torch.arange(self.inputs[IDS].shape[1], device=lengths.device)[None]
 
-    def visible(self, tokens: int, window: int | None) -> torch.Tensor:
+    def visible(self, tokens: int, window: int | None) -> Tensor:
         """Returns which of the cache's `tokens` each query sees, `[batch, sequence, tokens]`."""
         positions = self.positions()[:, :, None]
         columns = torch.arange(tokens, device=positions.device)[None, None]
@@ -134,12 +134,12 @@ class GroupedAttention(CachedAttention):
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
         # Its node takes heads of a multiple of eight, and keys and values of one size.
         dim, v_dim = keys.key.shape[3], keys.value.shape[3]
-        is_plain = type(keys.key) is torch.Tensor  # of a pass with numbers, of which no graph is made
+        is_plain = type(keys.key) is Tensor  # of a pass with numbers, of which no graph is made
         if is_plain or not self.past or not keys.causal or dim % 8 or dim != v_dim:
             return super().attended(name, keys, window)
         return keys._replace(window=window or -1)
 
-    def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
+    def computed(self, module: nn.Module, name: str, query: Tensor, keys: Keys, scale: float) -> Tensor:
         if keys.window is None:
             return super().computed(module, name, query, keys, scale)
         past = self.past[len(self.new) : len(self.new) + 2]
@@ -178,7 +178,7 @@ class QuantizedCache(CachedAttention):
             )
         return keys if self.past else super().attended(name, keys, window)
 
-    def computed(self, module: nn.Module, name: str, query: torch.Tensor, keys: Keys, scale: float) -> torch.Tensor:
+    def computed(self, module: nn.Module, name: str, query: Tensor, keys: Keys, scale: float) -> Tensor:
         if not self.past:
             self.modules[name] = module
             return super().computed(module, name, query, keys, scale)
@@ -186,7 +186,7 @@ class QuantizedCache(CachedAttention):
         op = torch.ops.quant.onnx_fp8_cache if self.format.name == "fp8" else torch.ops.quant.onnx_nvfp4_cache
         out, *new = op(query, keys.key, keys.value, caches, *self.cache_scales[name], self.inputs[LENGTHS], scale)
         self.new += new
-        attended: torch.Tensor = out
+        attended: Tensor = out
         return attended.transpose(1, 2).contiguous()
 
     def parts(self, dim: int) -> list[tuple[str, int, torch.dtype]]:
@@ -237,7 +237,7 @@ class QuantizedCache(CachedAttention):
 def holds_cache_scales(model: nn.Module, format: Format) -> bool:
     """Returns whether a checkpoint's model has scales of its own for a cache in `format`, as FP8 has."""
     own = (getattr(module, "k_scale", None) for module in model.modules())
-    return format.name == "fp8" and any(isinstance(scale, torch.Tensor) for scale in own)
+    return format.name == "fp8" and any(isinstance(scale, Tensor) for scale in own)
 
 
 def check_cache(name: str, format: Format, dim: int, dtype: torch.dtype, capacity: int) -> None:
@@ -267,7 +267,7 @@ class ServingGraph(nn.Module):
         self.model = model
         self.attention = attention
 
-    def forward(self, inputs: dict[str, torch.Tensor], past: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> tuple[Tensor, ...]:
         """Returns logits `[batch, vocabulary]`, then the cache."""
         self.attention.begin(inputs, past)
         with last_token_only(self.model, inputs[LAST]):
@@ -391,13 +391,13 @@ def cache_shapes(model: nn.Module, function: CachedAttention) -> list[tuple[int,
 
 
 @contextmanager
-def last_token_only(model: Any, last: torch.Tensor) -> Iterator[None]:
+def last_token_only(model: Any, last: Tensor) -> Iterator[None]:
     """Gives the output head the hidden states of one token a row, while open: logits are `[batch, 1, vocabulary]`.
 
     The head is the largest matrix of a small model, and all other tokens' logits would be thrown away.
     """
 
-    def chosen(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    def chosen(module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         (hidden,) = args  # [batch, sequence, width]
         rows = torch.arange(hidden.shape[0], device=last.device) * hidden.shape[1] + last
         return (hidden.flatten(0, 1).index_select(0, rows)[:, None],)

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from quant.base.errors import option
@@ -33,7 +33,7 @@ from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize
 from quant.kernels.linear.quantized_module import restore_layout
 
-Bodies = Mapping[str, Callable[..., torch.Tensor]]
+Bodies = Mapping[str, Callable[..., Tensor]]
 """PyTorch functions by the names of the ops that they stand for."""
 _LONGEST = 400  # characters of a text of torch's
 _UNLIMITED = 512  # sizes up to here are tried where a dimension has no limit
@@ -41,7 +41,7 @@ _UNLIMITED = 512  # sizes up to here are tried where a dimension has no limit
 
 @contextmanager
 def explained(
-    model: nn.Module, examples: Mapping[str, tuple[torch.Tensor, tuple[str | int, ...]]], highest: Mapping[str, int]
+    model: nn.Module, examples: Mapping[str, tuple[Tensor, tuple[str | int, ...]]], highest: Mapping[str, int]
 ) -> Iterator[None]:
     """Raises ValueError in the place of an error of the trace of `model` that runs while this is open.
 
@@ -109,7 +109,7 @@ def _fixed_dimension(
     text: str,
     name: str,
     guards: _Guards,
-    examples: Mapping[str, tuple[torch.Tensor, tuple[str | int, ...]]],
+    examples: Mapping[str, tuple[Tensor, tuple[str | int, ...]]],
     highest: Mapping[str, int],
 ) -> str:
     """Returns the line on a dimension that the model fixes, or keeps within limits."""
@@ -323,7 +323,7 @@ Dims = Mapping[str, Mapping[int, str]]
 
 def trace_for_torch(
     model: nn.Module,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
     *,
     dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
@@ -373,7 +373,7 @@ class _Named(nn.Module):
         parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in names]
         signature = inspect.Signature(parameters)
 
-        def forward(*args: torch.Tensor, **kwargs: torch.Tensor) -> Any:
+        def forward(*args: Tensor, **kwargs: Tensor) -> Any:
             outputs = graph(dict(signature.bind(*args, **kwargs).arguments))
             return outputs[0] if len(outputs) == 1 else outputs
 
@@ -397,7 +397,7 @@ def replaced_ops(bodies: Bodies) -> Iterator[None]:
     """
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-    def rule(body: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def rule(body: Callable[..., Tensor]) -> Callable[..., Any]:
         def inside(mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
             with mode:
                 return body(*args, **(kwargs or {}))

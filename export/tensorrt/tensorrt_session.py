@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from quant.base.errors import UserError, install_command, option
 from quant.base.json_files import read_json
@@ -61,7 +62,7 @@ class TensorrtSession:
         self._profiles = [(tuple(low), tuple(high)) for low, _, high in ranges]
         self._stream = torch.cuda.Stream()
         self._contexts: dict[int, Any] = {}
-        self._caches: dict[str, torch.Tensor] = {}
+        self._caches: dict[str, Tensor] = {}
         self._rows = 0
 
     def most_rows(self) -> int:

@@ -21,7 +21,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import install_command, option
@@ -42,7 +42,7 @@ _INPUTS = {"fp8": ("fp8",), "fp8_channel": ("fp8",), "int8": ("int8_tensor",), "
 def compile_engine(
     model: nn.Module,
     out: str | Path,
-    inputs: Mapping[str, torch.Tensor],
+    inputs: Mapping[str, Tensor],
     target: str,
     *,
     plan: Plan | None = None,

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, require
 from quant.base.torch_modes import in_own_modes
@@ -140,9 +140,9 @@ FP8_ATTENTION = "blockscale_fp8"
 
 
 def _fp8_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> torch.Tensor:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Attends with operands in FP8, `[batch, tokens, heads, dim]`; calls with a mask stay in 16 bit."""
     if attn_mask is not None or is_causal:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]

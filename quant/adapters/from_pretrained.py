@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -146,7 +146,7 @@ class Quantizer(HfQuantizer):  # type: ignore[misc]
         rules.append(WeightConverter([r"\.weight_scale$", r"\.input_scale$"], [".codes"], reads))
         return [*rules, *weight_conversions]
 
-    def layer_tensors(self, name: str) -> dict[str, torch.Tensor]:
+    def layer_tensors(self, name: str) -> dict[str, Tensor]:
         """Returns the buffers of a quantized module by their full names."""
         assert self._checkpoint is not None
         return read_buffers(self._checkpoint.tensors, self._checkpoint.plan.by_name[name], self._checkpoint.model)
@@ -188,7 +188,7 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
     def __deepcopy__(self, memo: Any) -> _ReadLayer:
         return self
 
-    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **kwargs: Any) -> dict[str, torch.Tensor]:
+    def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **kwargs: Any) -> dict[str, Tensor]:
         source = next(iter(input_dict.values()))
         device = (source[0] if isinstance(source, list) else source).device
         tensors = self.hf_quantizer.layer_tensors(full_layer_name.removesuffix(".codes"))

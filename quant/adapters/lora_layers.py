@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from peft.tuners.lora.layer import Linear, LoraLayer
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
@@ -32,7 +32,7 @@ from quant.training.qat_layers import QATLinear, RoundedWeight
 class DenseExperts(nn.Module):
     """Holds dequantized experts `[experts, out, in]` while adapters are merged into them."""
 
-    def __init__(self, weight: torch.Tensor, stacking: Stacking) -> None:
+    def __init__(self, weight: Tensor, stacking: Stacking) -> None:
         super().__init__()
         self.weight, self.stacking = weight, stacking
 
@@ -42,7 +42,7 @@ def dense_linear(module: QuantLinear) -> nn.Linear:
     # The constructor would fill a matrix with random numbers, only for the next lines to replace it.
     with torch.device("meta"):
         linear = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
-    linear.weight = nn.Parameter(module.weight.as_subclass(torch.Tensor), requires_grad=False)
+    linear.weight = nn.Parameter(module.weight.as_subclass(Tensor), requires_grad=False)
     if module.bias is not None:
         linear.bias = module.bias
     # Hooks and attributes of users and of accelerate live on the module object, which is exchanged here.
@@ -54,18 +54,18 @@ class AdaptableQuantLinear(QuantLinear, nn.Linear):  # type: ignore[misc]
     """A quantized linear on which PEFT puts any adapter that an `nn.Linear` takes."""
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The dequantized matrix `[out, in]`, which cannot be changed."""
         return super().weight.as_subclass(_Unchangeable)
 
     @weight.setter
-    def weight(self, value: torch.Tensor) -> None:
+    def weight(self, value: Tensor) -> None:
         # PEFT takes an adapter off by giving the layer below it its own weight and bias again.
         if not isinstance(value, _Unchangeable):
             refuse_merge()
 
 
-class _Unchangeable(torch.Tensor):
+class _Unchangeable(Tensor):
     """A tensor that raises UserError where it would be changed in place; results computed from it are plain."""
 
     @classmethod
@@ -73,7 +73,7 @@ class _Unchangeable(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # `w.data = …` calls the setter of a property, `w += …` is `__iadd__`, and `w.copy_(…)` ends in an underscore.
-        name, data = func.__name__, torch.Tensor.data
+        name, data = func.__name__, Tensor.data
         is_operator = name in ("__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__")
         if is_operator or func == data.__set__ or (name.endswith("_") and not name.endswith("__")):  # type: ignore[attr-defined]
             refuse_merge()
@@ -113,7 +113,7 @@ class LoraQATLinear(Linear):  # type: ignore[misc]
             variant = type(self.lora_variant[adapter_name]).__name__
             raise UserError(f"{variant} of PEFT cannot be inside of the rounding; use plain LoRA, or rsLoRA")
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if kwargs.get("adapter_names") is not None:
             raise UserError("adapter_names: rows of a batch cannot have different adapters inside of the rounding")
         if self.disable_adapters and self.merged:
@@ -141,7 +141,7 @@ class _Added:
         matrices = (self._layer.lora_A, self._layer.lora_B)
         return tuple(part[name].weight._version for name in self._active() for part in matrices)
 
-    def added(self) -> torch.Tensor | None:
+    def added(self) -> Tensor | None:
         deltas = [self._layer.get_delta_weight(name) for name in self._active()]
         return sum(deltas[1:], deltas[0]) if deltas else None
 
@@ -180,7 +180,7 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
             return base_layer.codes.device, base_layer.dtype
         return super()._get_base_layer_device_and_dtype(base_layer)
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Computes PEFT's forward; where it can, an adapter's last product also adds its output to the layer's."""
         names, dtype = [name for name in self.active_adapters if name in self.lora_A], autocast_dtype(x)
         plain = not (args or kwargs or self.disable_adapters or self.merged)
@@ -189,14 +189,14 @@ class LoraQuantLinear(Linear):  # type: ignore[misc]
         if len(names) == 1 and self._is_one_product(names[0]):
             down, up = self.lora_A[names[0]].weight, self.lora_B[names[0]].weight
             return _Adapted.apply(x, down, up, self.scaling[names[0]], self.base_layer, dtype or x.dtype)  # type: ignore[no-untyped-call]
-        y: torch.Tensor = self.base_layer(x)
+        y: Tensor = self.base_layer(x)
         for name in names:
             low = self.lora_A[name](self.lora_dropout[name](x)).flatten(0, -2)
             up = self.lora_B[name].weight
             y = torch.addmm(y.flatten(0, -2), low, up.t(), alpha=self.scaling[name]).view(y.shape)
         return y
 
-    def _is_plain(self, x: torch.Tensor, name: str, autocast: torch.dtype | None) -> bool:
+    def _is_plain(self, x: Tensor, name: str, autocast: torch.dtype | None) -> bool:
         """Returns whether an adapter is two products in one dtype, autocast's or the input's."""
         down, up = self.lora_A[name], self.lora_B[name]
         same = autocast is not None or down.weight.dtype == up.weight.dtype == x.dtype
@@ -236,16 +236,14 @@ class _Adapted(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, down: torch.Tensor, up: torch.Tensor, s: float, base: Any, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, down: Tensor, up: Tensor, s: float, base: Any, dtype: torch.dtype) -> Tensor:
         ctx.s, ctx.base, ctx.shape, ctx.dtypes = s, base, x.shape, (x.dtype, down.dtype, up.dtype)
         x, narrow_down, narrow_up = x.to(dtype), down.to(dtype), up.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         low = rows @ narrow_down.t()
         # Below autograd the quantized layer records no node of its own: this function is the node of both.
         with without_autocast(x), torch._C._AutoDispatchBelowAutograd():
-            y: torch.Tensor = base(x)
+            y: Tensor = base(x)
         y.view(-1, y.shape[-1]).addmm_(low, narrow_up.t(), alpha=s)
         ctx.save_for_backward(rows)
         # Held by `ctx` and not saved: autograd checks only saved tensors for in-place changes, so `backward` compares
@@ -255,7 +253,7 @@ class _Adapted(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         (rows,), (low, down, up, *versions) = ctx.saved_tensors, ctx.held
         if versions != [parameter._version for parameter in ctx.parameters]:
             raise RuntimeError("the weights of an adapter were modified in place between its forward and backward pass")
@@ -320,28 +318,28 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
     def dtype(self) -> torch.dtype:
         return self.base_layer.dtype
 
-    def _factors(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _factors(self, adapter: str) -> tuple[Tensor, Tensor]:
         """Returns `[experts, r, in]` and `[experts, out, r]`, the scaling included."""
         down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
         up = up.view(self.out_features, -1, self.num_experts).permute(2, 0, 1)
         return down.view(self.num_experts, -1, self.in_features), up * self.scaling[adapter]
 
     @property
-    def _active(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _active(self) -> list[tuple[Tensor, Tensor]]:
         if self.disable_adapters:
             return []
         return [self._factors(name) for name in self.active_adapters if name in self.lora_A]
 
-    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def product(self, x: Tensor, index: int) -> Tensor:
         return _add(self.base_layer.product(x, index), x, index, self._active)
 
-    def dense(self, index: int) -> torch.Tensor:
-        weight: torch.Tensor = self.base_layer.dense(index)
+    def dense(self, index: int) -> Tensor:
+        weight: Tensor = self.base_layer.dense(index)
         for down, up in self._active:
             weight = (weight + up[index] @ down[index]).to(weight.dtype)
         return weight
 
-    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Computes `QuantExperts.grouped` with adapters; they take experts one by one, and wait for the offsets."""
         y, active = self.base_layer.grouped(x, offsets), self._active
         if not active:
@@ -366,9 +364,7 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
         return self.base_layer
 
 
-def _add(
-    y: torch.Tensor, x: torch.Tensor, expert: int, active: list[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
+def _add(y: Tensor, x: Tensor, expert: int, active: list[tuple[Tensor, Tensor]]) -> Tensor:
     """Returns the outputs of an expert and of its adapters for `x`, in the dtype of `x`."""
     for down, up in active:
         y = y + functional.linear(functional.linear(x.to(down.dtype), down[expert]), up[expert])

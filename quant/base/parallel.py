@@ -12,13 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 # Rows of a part are a multiple of this, so that only the last part can end in a partly filled vector: the elements of
 # one are computed by other instructions, which may round differently.
 _ROWS = 64
 
 
-def in_parts(work: Callable[[int, int], object], x: torch.Tensor, size: int, parts: float) -> None:
+def in_parts(work: Callable[[int, int], object], x: Tensor, size: int, parts: float) -> None:
     """Calls `work(start, stop)`, which fills its own rows of a result, for `parts` consecutive parts of `range(size)`.
 
     The parts, and so every bit of the result, are the same for any number of threads. Where `x`, a tensor of the work,

@@ -37,7 +37,7 @@ from operator import itemgetter
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from quant.base.errors import UserError, option
@@ -81,8 +81,8 @@ _SOURCES = ("the model's logits", "the baseline's logits", "KL")
 
 
 def prediction_sums(
-    logits: Sequence[Logits], batch: torch.Tensor, first_row: int, worst: WorstPredictions | None = None
-) -> torch.Tensor:
+    logits: Sequence[Logits], batch: Tensor, first_row: int, worst: WorstPredictions | None = None
+) -> Tensor:
     """Returns the sums of each row of token ids over its next-token predictions, float64 `[rows, 4]`.
 
     Columns are `NLL` and `BASE_NLL` (negative log-likelihood in nats), `KL` (nats) and `SAME` (positions at which both
@@ -121,7 +121,7 @@ def prediction_sums(
     return by_position.view(4, len(batch), positions_per_row).sum(dim=2).T
 
 
-def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
+def _kl_(logp_base: Tensor, logp: Tensor) -> Tensor:
     """Returns KL(base‖model) at each position, float32 `[positions]`, from log-probabilities `[positions, vocabulary]`.
 
     Overwrites `logp_base`: at this size, memory that the system must first hand out costs more than the arithmetic.
@@ -131,7 +131,7 @@ def _kl_(logp_base: torch.Tensor, logp: torch.Tensor) -> torch.Tensor:
     return logp_base.sub_(logp).masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
 
 
-def embedding_sums(models: Sequence[nn.Module], batch: torch.Tensor, first_row: int) -> torch.Tensor:
+def embedding_sums(models: Sequence[nn.Module], batch: Tensor, first_row: int) -> Tensor:
     """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline."""
     model_hidden, base_hidden = (last_hidden(each(batch.to(device_of(each)))).double().cpu() for each in models)
     sums = embedded(model_hidden, base_hidden, f"row {first_row}")
@@ -140,7 +140,7 @@ def embedding_sums(models: Sequence[nn.Module], batch: torch.Tensor, first_row: 
 
 
 @contextmanager
-def blocks_first(model: nn.Module, batches: Sequence[torch.Tensor], dtype: torch.dtype | None) -> Iterator[None]:
+def blocks_first(model: nn.Module, batches: Sequence[Tensor], dtype: torch.dtype | None) -> Iterator[None]:
     """Runs a model that a device cannot hold block by block over all rows, not row by row over all blocks, while open.
 
     Row by row, every block is copied to the device for every row, or read from the disk where memory does not hold the
@@ -192,8 +192,8 @@ def blocks_first(model: nn.Module, batches: Sequence[torch.Tensor], dtype: torch
         yield
 
 
-def _replaced(result: Any, hidden: torch.Tensor) -> Any:
-    if isinstance(result, torch.Tensor):
+def _replaced(result: Any, hidden: Tensor) -> Any:
+    if isinstance(result, Tensor):
         return hidden
     if isinstance(result, tuple | list):
         return type(result)((hidden, *result[1:]))
@@ -207,7 +207,7 @@ Reporter = Callable[[int, int], None]
 
 
 def evaluate_texts(
-    model: nn.Module, texts: Mapping[str, torch.Tensor | Inputs], *args: Any,
+    model: nn.Module, texts: Mapping[str, Tensor | Inputs], *args: Any,
     worst: WorstPredictions | None = None, **options: Any,
 ) -> Evaluation:  # fmt: skip
     """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
@@ -223,7 +223,7 @@ def evaluate_texts(
 @in_own_modes
 def evaluate(
     model: nn.Module,
-    rows: torch.Tensor | Inputs,
+    rows: Tensor | Inputs,
     baseline: nn.Module | None = None,
     *,
     batch_size: int = 1,
@@ -261,7 +261,7 @@ def evaluate(
     model = unwrapped(model, "evaluate")
     models = [model] if baseline is None else [model, unwrapped(baseline, "evaluate")]
     # A batch of images or other features: each row is a call of its own.
-    if isinstance(rows, torch.Tensor) and rows.is_floating_point() and rows.dim() > 2:
+    if isinstance(rows, Tensor) and rows.is_floating_point() and rows.dim() > 2:
         rows = Inputs([((row[None],), {}) for row in rows])
     for each in models:
         check_evaluable(each, rows)
@@ -291,7 +291,7 @@ def evaluate(
 
 
 def _evaluate_predictions(
-    logits: Sequence[Logits], rows: torch.Tensor, size: int, report: Reporter, worst: WorstPredictions | None
+    logits: Sequence[Logits], rows: Tensor, size: int, report: Reporter, worst: WorstPredictions | None
 ) -> Evaluation:
     """Returns the figures over next tokens of rows; `logits` are of the model, then of the baseline if any."""
     batches = _batches(rows, size, report)
@@ -311,7 +311,7 @@ def _evaluate_predictions(
     )
 
 
-def _evaluate_embeddings(models: Sequence[nn.Module], rows: torch.Tensor, size: int, report: Reporter) -> Evaluation:
+def _evaluate_embeddings(models: Sequence[nn.Module], rows: Tensor, size: int, report: Reporter) -> Evaluation:
     if len(models) < 2:
         raise UserError(
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a "
@@ -349,7 +349,7 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
     return _of_logits(by_output["logits"], compared=len(models) > 1, own_text=inputs.own_text)
 
 
-def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Evaluation:
+def _of_logits(of_rows: Tensor, *, compared: bool, own_text: bool) -> Evaluation:
     """Returns the figures of a model that is compared by its logits, from the sums of rows by `compare`."""
     nll, baseline_nll, kl, same, predictions, targets, labelled, right, base_right = of_rows.sum(dim=0).tolist()
     if not predictions:
@@ -377,7 +377,7 @@ def _of_logits(of_rows: torch.Tensor, *, compared: bool, own_text: bool) -> Eval
     )
 
 
-def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> Evaluation:
+def _of_embeddings(sums: Mapping[str, Tensor], count: int, unit: str) -> Evaluation:
     distances = tuple(
         OutputDistance(name, float(v[:, DISTANCE].mean()), math.sqrt(float(v[:, ERROR].sum() / v[:, SQUARE].sum())))
         for name, v in sums.items()
@@ -399,13 +399,13 @@ def _of_embeddings(sums: Mapping[str, torch.Tensor], count: int, unit: str) -> E
     )
 
 
-def _starts(rows: torch.Tensor, size: int) -> list[int]:
+def _starts(rows: Tensor, size: int) -> list[int]:
     """Returns the number of the first row of each of this rank's batches."""
     starts = range(0, len(rows), size)
     return [starts[number] for number in own_batches(len(starts))]
 
 
-def _batches(rows: torch.Tensor, size: int, report: Reporter) -> Iterator[tuple[int, torch.Tensor]]:
+def _batches(rows: Tensor, size: int, report: Reporter) -> Iterator[tuple[int, Tensor]]:
     """Yields this rank's batches of rows and the number of their first row; each is reported when it is done."""
     for start in _starts(rows, size):
         batch = rows[start : start + size]
@@ -451,7 +451,7 @@ NLL, BASE_NLL, KL, SAME, PREDICTIONS, TARGETS, LABELLED, RIGHT, BASE_RIGHT = ran
 DISTANCE, ERROR, SQUARE = range(3)
 _SLICE_ELEMENTS = 1 << 23  # of logits that are widened at once
 
-Sums = dict[str, torch.Tensor]
+Sums = dict[str, Tensor]
 """Float64 sums of each row by output: `[rows, 9]` of `logits`, as `NLL` … name them, `[rows, 3]` of embeddings."""
 
 
@@ -480,28 +480,28 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
         }
 
 
-def _logits(result: Any) -> torch.Tensor | None:
+def _logits(result: Any) -> Tensor | None:
     """Returns logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
     logits = getattr(result, "logits", None)
-    if logits is None and isinstance(result, torch.Tensor) and result.dim() == 2:
+    if logits is None and isinstance(result, Tensor) and result.dim() == 2:
         logits = result  # of a classifier outside transformers
-    return logits if isinstance(logits, torch.Tensor) and logits.dim() in (2, 3) else None
+    return logits if isinstance(logits, Tensor) and logits.dim() in (2, 3) else None
 
 
-def _embeddings(result: Any) -> dict[str, torch.Tensor]:
+def _embeddings(result: Any) -> dict[str, Tensor]:
     """Returns the embeddings of a model, `[rows, …]`: outputs named `…_embeds`, or its last hidden state."""
     if isinstance(result, Mapping):
-        named = {k: v for k, v in result.items() if k.endswith("_embeds") and isinstance(v, torch.Tensor)}
+        named = {k: v for k, v in result.items() if k.endswith("_embeds") and isinstance(v, Tensor)}
         if named:
             return named
-        if isinstance(result.get("last_hidden_state"), torch.Tensor):
+        if isinstance(result.get("last_hidden_state"), Tensor):
             return {"last_hidden_state": result["last_hidden_state"]}
     return {"output": output_of(result)}
 
 
 def _predictions(
-    model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor, base: torch.Tensor | None, call_name: str
-) -> torch.Tensor:
+    model: nn.Module, call: Mapping[str, Any], logits: Tensor, base: Tensor | None, call_name: str
+) -> Tensor:
     targets, counted = _targets(model, call, logits)
     if targets is not None:
         logits, base = logits[:, :-1], None if base is None else base[:, :-1]
@@ -516,8 +516,8 @@ def _predictions(
             raise ValueError(f"{call_name}: the models give logits {list(flat.shape)} and {list(flat_base.shape)}")
     # One label for each row of logits over classes; labels of texts are tokens, which `targets` has.
     labels = call.get("labels")
-    is_class = isinstance(labels, torch.Tensor) and logits.dim() == 2 and labels.shape == logits.shape[:1]
-    classes = labels.cpu() if isinstance(labels, torch.Tensor) and is_class and not labels.is_floating_point() else None
+    is_class = isinstance(labels, Tensor) and logits.dim() == 2 and labels.shape == logits.shape[:1]
+    classes = labels.cpu() if isinstance(labels, Tensor) and is_class and not labels.is_floating_point() else None
     target_ids = None if targets is None or counted is None else targets[counted].cpu()[:, None]
     step = max(_SLICE_ELEMENTS // flat.shape[-1], 1)
     row_sums = torch.zeros(len(logits), 9, dtype=torch.float64, device="cpu")
@@ -545,9 +545,7 @@ def _predictions(
     return _finite(row_sums, f"{call_name}: NaN or infinity in the logits")
 
 
-def _targets(
-    model: nn.Module, call: Mapping[str, Any], logits: torch.Tensor
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Returns the next token of each position, and the positions that count, bool: both `[rows, positions - 1]`.
 
     For logits that are not over next tokens, the first is None, and the second is of all positions, or None if all
@@ -569,13 +567,13 @@ def _targets(
     return targets, counted
 
 
-def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> torch.Tensor | None:
+def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> Tensor | None:
     """Returns the positions `[rows, tokens]` of an output that are not padding, bool; None without such a mask."""
     mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
-    return mask.bool() if isinstance(mask, torch.Tensor) and mask.shape == positions else None
+    return mask.bool() if isinstance(mask, Tensor) and mask.shape == positions else None
 
 
-def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torch.Tensor | None = None) -> torch.Tensor:
+def embedded(values: Tensor, base: Tensor, name: str, unpadded: Tensor | None = None) -> Tensor:
     """Returns the sums `[rows, 3]` of embeddings of two models, float64: columns `DISTANCE`, `ERROR` and `SQUARE`.
 
     Embeddings are float64 `[rows, …]`; of `[rows, tokens, hidden]` only `unpadded` tokens count, bool `[rows, tokens]`.
@@ -592,7 +590,7 @@ def embedded(values: torch.Tensor, base: torch.Tensor, name: str, unpadded: torc
     return torch.stack([distance, error, square], dim=1)
 
 
-def _finite(sums: torch.Tensor, problem: str) -> torch.Tensor:
+def _finite(sums: Tensor, problem: str) -> Tensor:
     if not bool(sums.isfinite().all()):
         raise ValueError(f"{problem}; find the layer that makes it, or keep it in 16 bit")
     return sums

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import counted, html_table, loss_text
 from quant.base.json_files import JsonData
@@ -72,9 +72,7 @@ class WorstPredictions:
         self.text: str | None = None  # name of the text that is evaluated now
         self._kept: list[Prediction] = []
 
-    def look(
-        self, logits: Sequence[Logits], hidden: Sequence[torch.Tensor], batch: torch.Tensor, kl: torch.Tensor
-    ) -> None:
+    def look(self, logits: Sequence[Logits], hidden: Sequence[Tensor], batch: Tensor, kl: Tensor) -> None:
         """Adds the worst predictions of a batch of ids `[rows, seqlen]`, with `kl` of each, row after row."""
         per_row = batch.shape[1] - 1
         values, positions = kl.topk(min(self.count, len(kl)))
@@ -122,7 +120,7 @@ def continuations(
     return Continuation(decode(prompt), *texts)
 
 
-def output_errors(model: nn.Module, baseline: nn.Module, row: torch.Tensor, names: Iterable[str]) -> dict[str, float]:
+def output_errors(model: nn.Module, baseline: nn.Module, row: Tensor, names: Iterable[str]) -> dict[str, float]:
     """Returns the relative error ‖y_q − y‖ / ‖y‖ of the outputs of layers on one row of token ids `[seqlen]`, by name.
 
     The inputs of a quantized layer differ already by the layers before it. A solver such as gptq moves weights away
@@ -142,9 +140,9 @@ def output_errors(model: nn.Module, baseline: nn.Module, row: torch.Tensor, name
     return errors
 
 
-def _outputs(model: nn.Module, row: torch.Tensor, names: Iterable[str]) -> dict[str, torch.Tensor]:
+def _outputs(model: nn.Module, row: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
     """Returns samples of the outputs of modules, at the same positions in every model."""
-    outputs: dict[str, torch.Tensor] = {}
+    outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -321,7 +319,7 @@ def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str |
     )
 
 
-def _last_logits(model: nn.Module) -> torch.Tensor:
+def _last_logits(model: nn.Module) -> Tensor:
     """Returns the logits at the last of the fixed token ids, float32 `[vocabulary]`."""
     try:
         embeddings = getattr(model, "get_input_embeddings", lambda: None)()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, near_file
 from quant.base.json_files import JsonData
@@ -112,7 +112,7 @@ def predict(
     return answers
 
 
-def choice_scores(logits: Logits, tokenizer: Any, question: Question) -> torch.Tensor:
+def choice_scores(logits: Logits, tokenizer: Any, question: Question) -> Tensor:
     """Returns ln p(choice | prompt) in nats, float64 `[choices]`."""
     # Trailing blanks go to the choice, whose first token usually begins with one.
     prompt = question.prompt.rstrip()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.key_rotation import Turn
@@ -121,7 +121,7 @@ def _bias_of(members: Sequence[nn.Linear | QuantLinear]) -> nn.Parameter | None:
     return nn.Parameter(torch.cat(parts), requires_grad=False)
 
 
-def _are_equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
     return (a is None) == (b is None) and (a is None or b is None or torch.equal(a, b))
 
 
@@ -202,7 +202,7 @@ class Decoder:
         self.token.fill_(token)
         self.written[count] = token
 
-    def step(self) -> torch.Tensor:
+    def step(self) -> Tensor:
         """Takes the token in, and chooses the next one; gives its logits `[1, vocabulary]`."""
         from quant.kernels.attention.portable_decoder_step import add_rmsnorm
 
@@ -218,7 +218,7 @@ class Decoder:
         for layer in self.layers:
             angle = angles[layer.kind if layer.kind in angles else None]
             x, residual = layer(x, residual, angle, self.table, before, self.lengths, self.room)
-        logits: torch.Tensor = self.head(add_rmsnorm(x, residual, **self.norm)[0])
+        logits: Tensor = self.head(add_rmsnorm(x, residual, **self.norm)[0])
         if self.softcap is not None:
             logits = torch.tanh(logits / self.softcap) * self.softcap
         # Kept on the GPU and read with the tokens: a check at each step would wait for it.
@@ -228,7 +228,7 @@ class Decoder:
         self.written.index_copy_(0, position + 1, self.token)
         return logits
 
-    def agrees(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
+    def agrees(self, logits: Tensor, expected: Tensor) -> bool:
         """Returns whether the logits of a step equal transformers', up to the order of sums.
 
         In BF16 that is some 2%. Where inputs are rounded to four bits, a last bit changes their codes, and the
@@ -273,9 +273,9 @@ class _Quantized:
     """A layer's part of a quantized cache."""
 
     pages: KVPages
-    table: torch.Tensor  # the block table
+    table: Tensor  # the block table
     turn: Turn | None  # of queries and keys
-    first: torch.Tensor  # the length of a sequence whose only token is the newest, int32 `[1]`
+    first: Tensor  # the length of a sequence whose only token is the newest, int32 `[1]`
 
 
 class _Layer:
@@ -322,14 +322,14 @@ class _Layer:
 
     def __call__(
         self,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        angle: tuple[torch.Tensor, torch.Tensor],
-        table: torch.Tensor,
-        before: torch.Tensor,
-        lengths: torch.Tensor,
+        x: Tensor,
+        residual: Tensor | None,
+        angle: tuple[Tensor, Tensor],
+        table: Tensor,
+        before: Tensor,
+        lengths: Tensor,
         room: int,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """Returns the output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
         from quant.kernels.attention.portable_decoder_step import add_rmsnorm, rotate_and_store, swiglu
         from quant.kernels.attention.portable_paged_kv_cache import write_kv

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, known_names, option
 from quant.calibration.evaluating import evaluating
@@ -79,7 +79,7 @@ class TextStream:
         self._give(text)
         return text
 
-    def put(self, value: torch.Tensor) -> None:
+    def put(self, value: Tensor) -> None:
         """Adds tokens for transformers, which begins with the prompt."""
         if not self._is_prompt:
             self.add(value.flatten().tolist())
@@ -210,7 +210,7 @@ def generate(
 
 
 def _decode(
-    model: nn.Module, ids: torch.Tensor, max_new_tokens: int, tell: Callable[[list[int]], object], cache: Any = None
+    model: nn.Module, ids: Tensor, max_new_tokens: int, tell: Callable[[list[int]], object], cache: Any = None
 ) -> str:
     """Decodes the tokens after `ids` `[1, tokens]` by `Decoder`, or returns why transformers has to give them.
 
@@ -244,7 +244,7 @@ def _decode(
     return ""
 
 
-def _check_logits(model: nn.Module, ids: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+def _check_logits(model: nn.Module, ids: Tensor, logits: Tensor) -> Tensor:
     """Returns the logits unchanged, after a check for NaN.
 
     Transformers calls this before it chooses a token, and would choose one of NaN, too.
@@ -288,7 +288,7 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
         return
     narrow = head.forward
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
+    def forward(x: Tensor) -> Tensor:
         if x.shape[:-1].numel() > 1:
             return narrow(x)
         row = x.flatten(0, -2)
@@ -308,7 +308,7 @@ def _wide_logits(model: nn.Module) -> Iterator[None]:
         del head.forward
 
 
-def _check(model: nn.Module, ids: torch.Tensor, max_new_tokens: int) -> None:
+def _check(model: nn.Module, ids: Tensor, max_new_tokens: int) -> None:
     if not ids.numel():
         raise UserError(f"the prompt holds no token; give some text with {option('prompt')}")
     if max_new_tokens < 1:

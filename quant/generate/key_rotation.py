@@ -31,6 +31,7 @@ Source: (L⁻ᵀ M^¼)(L⁻ᵀ M^¼)ᵀ is the geometric mean of A⁻¹ and B (P
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from quant.formats.scaling import nonzero
 from quant.kernels.rounding.hadamard import hadamard_transform, on_each_device
@@ -54,34 +55,32 @@ class Turn:
     `center` is subtracted from keys first, float32 `[kv_heads, 1, dim]`.
     """
 
-    of_q: torch.Tensor
-    of_k: torch.Tensor
-    center: torch.Tensor
+    of_q: Tensor
+    of_k: Tensor
+    center: Tensor
 
-    def q(self, q: torch.Tensor) -> torch.Tensor:
+    def q(self, q: Tensor) -> Tensor:
         """Returns q', from q `[batch, heads, tokens, dim]`."""
-        grouped: torch.Tensor = q.float().unflatten(1, (len(self.of_q), -1)) @ self.of_q[:, None]
+        grouped: Tensor = q.float().unflatten(1, (len(self.of_q), -1)) @ self.of_q[:, None]
         return grouped.flatten(1, 2).to(q.dtype)
 
-    def k(self, k: torch.Tensor) -> torch.Tensor:
+    def k(self, k: Tensor) -> Tensor:
         """Returns k', from k `[batch, kv_heads, tokens, dim]`."""
         return ((k.float() - self.center) @ self.of_k).to(k.dtype)
 
-    def back(self, k: torch.Tensor) -> torch.Tensor:
+    def back(self, k: Tensor) -> Tensor:
         """Returns k from k'."""
         return (k.float() @ self.of_q.mT + self.center).to(k.dtype)
 
 
-def turning(
-    q: torch.Tensor, k: torch.Tensor, *, softmax_scale: float | None = None, softcap: float | None = None
-) -> Turn:
+def turning(q: Tensor, k: Tensor, *, softmax_scale: float | None = None, softcap: float | None = None) -> Turn:
     """Returns the rotation that suits q `[batch, heads, tokens, dim]` and k `[batch, kv_heads, tokens, dim]`."""
     center = torch.zeros_like(k[0, :, :1], dtype=torch.float32)
     if softcap is None:
         center = _center(q, k, k.shape[3] ** -0.5 if softmax_scale is None else softmax_scale)
     # A = of_k, B = of_q, L = lower and M = product of the module docstring.
     of_q, of_k = _moment(q, k.shape[1]), _moment(k.float() - center, k.shape[1])
-    lower: torch.Tensor = torch.linalg.cholesky_ex(of_k).L
+    lower: Tensor = torch.linalg.cholesky_ex(of_k).L
     product = lower.mT @ of_q @ lower
     # Symmetric up to rounding, and both methods of finding M^-¼ and M^¼ need it to be so exactly.
     product = (product + product.mT) / 2
@@ -99,11 +98,11 @@ def turning(
 
 
 @on_each_device
-def _rotation(dim: int) -> torch.Tensor:
+def _rotation(dim: int) -> Tensor:
     return hadamard_transform(torch.eye(dim, dtype=torch.float64, device="cpu"))
 
 
-def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Tensor:
+def _center(q: Tensor, k: Tensor, softmax_scale: float) -> Tensor:
     """Returns the mean of the keys, weighted by causal attention, float32 `[kv_heads, 1, dim]`."""
     # At most `SAMPLED` keys over the whole batch, evenly spread.
     stride = -(-k.shape[0] * k.shape[2] // SAMPLED)
@@ -113,11 +112,11 @@ def _center(q: torch.Tensor, k: torch.Tensor, softmax_scale: float) -> torch.Ten
     scores = queries @ keys[:, :, None].mT * softmax_scale
     positions = torch.arange(0, k.shape[2], stride, device=q.device)
     weight = scores.masked_fill(positions > rows[:, None], -torch.inf).softmax(-1).sum((2, 3))[..., None]
-    mean: torch.Tensor = ((weight * keys).sum(2) / weight.sum(2)).mean(0)[:, None]
+    mean: Tensor = ((weight * keys).sum(2) / weight.sum(2)).mean(0)[:, None]
     return torch.where(mean.isfinite().all(), mean, torch.zeros_like(mean))
 
 
-def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_products(x: Tensor) -> tuple[Tensor, Tensor]:
     """Returns x^-¼ and x^¼ from products: a GPU's eigendecomposition synchronizes and is slower than a CPU's.
 
     Newton's method for x^-¼, whose iterates commute with x (Guo and Higham, 2006): with y = x / |x|,
@@ -140,7 +139,7 @@ def _by_products(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return inverse, torch.linalg.inv_ex(inverse).inverse
 
 
-def _moment(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
+def _moment(x: Tensor, kv_heads: int) -> Tensor:
     """Returns the mean of x xᵀ over the rows of a KV head, plus the prior: positive definite, float64."""
     stride = -(-x.shape[0] * x.shape[2] // SAMPLED)
     rows = x[:, :, ::stride].float().unflatten(1, (kv_heads, -1)).transpose(0, 1).flatten(1, 3)

@@ -32,18 +32,12 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from quant.base.errors import UserError, known_names, option, require
 from quant.calibration.attention_names import implementations_kept, names_registered, text_config
-from quant.calibration.attention_scales import (
-    check_attention,
-    is_latent,
-    latents_changed,
-    rotary_key,
-    with_rotary_key,
-)
+from quant.calibration.attention_scales import check_attention, is_latent, latents_changed, rotary_key, with_rotary_key
 from quant.formats.format import E4M3, Format, is_16bit
 from quant.formats.rounding import encode
 from quant.formats.scaling import scale_of
@@ -59,7 +53,7 @@ IMPLEMENTATIONS = (FP8, SIXTEEN_BIT)
 ATTENTIONS = ("fp8", "16bit")
 """Values of --attention."""
 
-KVScales = tuple[torch.Tensor, torch.Tensor]
+KVScales = tuple[Tensor, Tensor]
 
 
 class AttentionCall(NamedTuple):
@@ -69,7 +63,7 @@ class AttentionCall(NamedTuple):
     scaling: float | None  # factor of the scores; None is 1/√dim
     sliding_window: int | None  # keys that a query sees, itself included
     softcap: float | None  # bound of the scores, by tanh
-    s_aux: torch.Tensor | None  # attention sinks, a score of each head `[heads]`
+    s_aux: Tensor | None  # attention sinks, a score of each head `[heads]`
 
     @classmethod
     def of(cls, module: nn.Module, keywords: Mapping[str, Any]) -> Self:
@@ -147,9 +141,7 @@ def turns(module: nn.Module, format: Format | None, fp8: bool) -> bool:
     return fp8 or (format is not None and not _is_calibrated(module, format))
 
 
-def scales_of(
-    module: nn.Module, format: Format, kv_heads: int, turned: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def scales_of(module: nn.Module, format: Format, kv_heads: int, turned: bool) -> tuple[Tensor | None, Tensor | None]:
     """Returns the calibrated scales of K and V for a cache in `format`, float32 `[kv_heads]`; None without any.
 
     K was calibrated without turning, so its scale serves only unturned keys. Where keys are turned, values get the
@@ -169,7 +161,7 @@ def scales_of(
 
 def _is_calibrated(module: nn.Module, format: Format) -> bool:
     """Returns whether a module has scales for a cache in `format`; checkpoints keep scales only for FP8."""
-    return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), torch.Tensor)
+    return format.is_fp8 and format.per_tensor and isinstance(getattr(module, "k_scale", None), Tensor)
 
 
 def mask_unless_causal(
@@ -177,10 +169,10 @@ def mask_unless_causal(
     kv_length: int,
     kv_offset: int = 0,
     mask_function: Any = None,
-    attention_mask: torch.Tensor | None = None,
+    attention_mask: Tensor | None = None,
     local_size: int | None = None,
     **arguments: Any,
-) -> torch.Tensor | None:
+) -> Tensor | None:
     """Returns None for a causal mask, which our functions apply (with a window, too); else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -212,15 +204,8 @@ def _is_window(mask_function: Any, size: int | None) -> bool:
 
 
 def _attend(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    *,
-    fp8: bool,
-    **keywords: Any,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, fp8: bool, **keywords: Any
+) -> tuple[Tensor, None]:
     """Attends, as the function that transformers calls with q `[batch, heads, new, dim]`.
 
     A k with `quant_layer` holds only new keys: its layer of a `QuantizedKVCache` has the others.
@@ -248,7 +233,7 @@ def _attend(
     return out.transpose(1, 2).contiguous(), None
 
 
-def mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) -> Tensor:
     """Returns which keys each query sees, bool `[1, 1, queries, keys]`; the queries are the last tokens."""
     if not call.is_causal:
         return torch.ones(1, 1, queries, keys, dtype=torch.bool, device=device)
@@ -260,8 +245,8 @@ def mask_of(call: AttentionCall, queries: int, keys: int, device: torch.device) 
 
 
 def _rounded(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, fp8: bool, **options: float | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVScales | None]:
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, fp8: bool, **options: float | None
+) -> tuple[Tensor, Tensor, Tensor, KVScales | None]:
     """Returns q, k and v as a cache in the config's format would return them, and the scales of K and V in FP8."""
     format = _format_of(module)
     if format is not None and is_latent(module):
@@ -297,22 +282,20 @@ def _latents_rounded(model: nn.Module, is_rounded: bool) -> AbstractContextManag
     if not is_rounded:
         return nullcontext()
 
-    def change(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def change(module: nn.Module, x: Tensor) -> Tensor:
         format = _format_of(module)
         return x if format is None else _through_latent_cache(module, x[:, None], format)[:, 0]
 
     return latents_changed(model, change)
 
 
-def _through_latent_cache(module: nn.Module, x: torch.Tensor, format: Format) -> torch.Tensor:
+def _through_latent_cache(module: nn.Module, x: Tensor, format: Format) -> Tensor:
     """Returns a part of the cached vector, `[batch, 1, tokens, dim]`, as a cache in `format` returns it."""
     k_scale, _ = scales_of(module, format, 1, turned=False)
     return round_kv(x, format, first_scale(x, format) if k_scale is None else k_scale)
 
 
-def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scales: KVScales | None, fp8: bool, **options: Any
-) -> torch.Tensor:
+def _dense(q: Tensor, k: Tensor, v: Tensor, scales: KVScales | None, fp8: bool, **options: Any) -> Tensor:
     """Returns attention by our kernels, or by their oracle on a CPU and for FP32 without FP8.
 
     `scales` belong to k and v that are values of E4M3 already: the same codes come out, so nothing is rounded twice.
@@ -332,7 +315,7 @@ def _dense(
     # Zeros in added channels change no score, and their outputs are cut off.
     width = room if on_gpu else dim
     q, k, v = (x if x.shape[3] == width else pad(x, (0, width - x.shape[3])) for x in (q, k, v))
-    out: torch.Tensor
+    out: Tensor
     if on_gpu and fp8 and dtype is not torch.float32:
         qkv_scales = None if scales is None else _scales_of_heads(q, *scales)
         out = quantize_attention(q, k, v, scales=qkv_scales).attend(**options, dtype=dtype)
@@ -350,25 +333,23 @@ def _dense(
     return out[..., :value_dim]
 
 
-def _scales_of_heads(
-    q: torch.Tensor, k_scale: torch.Tensor, v_scale: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _scales_of_heads(q: Tensor, k_scale: Tensor, v_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the scales `[batch, heads]`: of q measured, of k and v as given."""
     q_scale = scale_of(q.abs().amax((2, 3)), E4M3.max)
     return q_scale, k_scale.expand(len(q), -1).contiguous(), v_scale.expand(len(q), -1).contiguous()
 
 
 def _masked(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
     fp8: bool,
     *,
     softmax_scale: float | None,
     softcap: float | None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Returns attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded.
 
     Sinks `[heads]` are the score of a key for each head that has no value, as in GPT-OSS.
@@ -390,5 +371,5 @@ def _masked(
         sink = sinks.float().unflatten(0, (k.shape[1], -1))[None, :, :, None, None]
         scores = torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
     probabilities = scores.softmax(-1).nan_to_num(0.0)[..., : k.shape[2]]
-    out: torch.Tensor = probabilities @ v.float()[:, :, None]
+    out: Tensor = probabilities @ v.float()[:, :, None]
     return out.flatten(1, 2).to(dtype)

@@ -16,7 +16,7 @@ Beam search and `num_return_sequences` fork sequences, so shared tokens are stor
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from quant.base.errors import UserError, option
@@ -66,7 +66,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
     def nbytes(self) -> int:
         return self._pages.nbytes if self._pages is not None else 0
 
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         batch, kv_heads, new, dim = key_states.shape
         if value_states.shape != key_states.shape:
             raise UserError(
@@ -91,9 +91,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         self._sequences = [self._pages.add() for _ in range(batch)]
         self.is_initialized = True
 
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes the new keys and values; returns the keys and values that the model's attention needs."""
         if self._pages is None:
             self.lazy_initialization(key_states, value_states)
@@ -115,7 +113,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         marked.quant_layer = self  # type: ignore[attr-defined]
         return marked, value_states
 
-    def write(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: float | None) -> torch.Tensor:
+    def write(self, q: Tensor, k: Tensor, v: Tensor, **options: float | None) -> Tensor:
         """Writes the new keys and values, turned as queries will be; returns the new queries, turned.
 
         `options` are the softmax scale and soft cap of the attention, as `turning` takes them.
@@ -130,7 +128,7 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         return q
 
     @property
-    def scales(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def scales(self) -> tuple[Tensor, Tensor] | None:
         """The scales of K and V in FP8 with one a head; None for other formats."""
         if not self.format.per_tensor:
             return None
@@ -138,21 +136,21 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
         assert pages.k_scale is not None and pages.v_scale is not None
         return pages.k_scale, pages.v_scale
 
-    def attend(self, q: torch.Tensor, **options: Any) -> torch.Tensor:
+    def attend(self, q: Tensor, **options: Any) -> Tensor:
         """Returns the causal attention of the newest tokens over the pages."""
         return self.pages.attend(0, self._sequences, q, **options)
 
-    def reserve(self, room: int) -> tuple[KVPages, torch.Tensor]:
+    def reserve(self, room: int) -> tuple[KVPages, Tensor]:
         """Returns the pages and the block table, with pages for `room` more tokens of each sequence."""
         self.pages.reserve(self._sequences, room)
         return self.pages.layer(0), self.pages.block_table(self._sequences)
 
-    def read(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns everything that is cached, dequantized: `[batch, kv_heads, length, dim]`."""
         k, v = self.read_turned(dtype)
         return k if self.turn is None else self.turn.back(k), v
 
-    def read_turned(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_turned(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Returns the same as `read`, with keys turned like the queries of `write`."""
         read = [self.pages.read(0, sequence) for sequence in self._sequences]
         return torch.stack([k for k, _ in read]).to(dtype), torch.stack([v for _, v in read]).to(dtype)
@@ -179,13 +177,13 @@ class QuantizedKVLayer(CacheLayerMixin):  # type: ignore[misc]
             for sequence in self._sequences:
                 self._pages.crop(sequence, self.length)
 
-    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self._select(beam_idx.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         self._select([row for row in range(len(self._sequences)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
+    def batch_select_indices(self, indices: Tensor) -> None:
         rows = torch.arange(len(self._sequences), device="cpu")
         self._select(rows[indices.cpu()].tolist())
 

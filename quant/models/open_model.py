@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, option
 from quant.base.torch_modes import in_own_modes
@@ -54,7 +54,7 @@ class Source:
     name: str
     kind: SourceKind
     model: nn.Module | None
-    state_dict: Mapping[str, torch.Tensor] | None
+    state_dict: Mapping[str, Tensor] | None
     path: Path | None = None
     dtype: torch.dtype
     files: WatchedFiles = field(default_factory=lambda: WatchedFiles(None))
@@ -186,7 +186,7 @@ def open_model(
     if kind not in (SourceKind.SAFETENSORS, SourceKind.TORCH, SourceKind.HUGGINGFACE):
         _refuse_factory(model_factory, f"{path} ({kind})")
     model: nn.Module | None = None
-    tensors: Mapping[str, torch.Tensor] | None = None
+    tensors: Mapping[str, Tensor] | None = None
     quantization = None
     if kind == SourceKind.HUGGINGFACE and model_factory is not None:
         tensors = _open_directory(path, given_dtype, meta)
@@ -218,11 +218,11 @@ def open_model(
     )  # fmt: skip
 
 
-def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, torch.Tensor]:
-    files: dict[str, Mapping[str, torch.Tensor]] = {}
+def _open_directory(path: Path, dtype: torch.dtype | None, meta: bool) -> Mapping[str, Tensor]:
+    files: dict[str, Mapping[str, Tensor]] = {}
     for shard in huggingface.find_shards(path):
         if shard.suffix == ".safetensors":
-            tensors: Mapping[str, torch.Tensor] = state_dict.open_safetensors(shard, None, meta)
+            tensors: Mapping[str, Tensor] = state_dict.open_safetensors(shard, None, meta)
         else:
             _, state = state_dict.load_pickle(shard, None, unsafe=False, meta=meta)
             tensors = dict(state or {})
@@ -248,7 +248,7 @@ def _parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
     return parsed
 
 
-def _main_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
+def _main_dtype(tensors: Iterable[Tensor]) -> torch.dtype:
     """Returns the floating-point dtype that most elements have; float32 where there are none."""
     elements: Counter[torch.dtype] = Counter()
     for tensor in tensors:

@@ -22,8 +22,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError
 from quant.export.checkpoint.files.names import EXPERT_PARTS, StoredNames
@@ -60,7 +59,7 @@ def counterpart(name: str, plan: Plan, names: StoredNames, shape: Sequence[int] 
     return None
 
 
-def plan_heads(plan: Plan, weights: Mapping[str, torch.Tensor], names: StoredNames) -> list[LayerPlan]:
+def plan_heads(plan: Plan, weights: Mapping[str, Tensor], names: StoredNames) -> list[LayerPlan]:
     """Plans for the matrices of heads, by the names of their layers, with a quantized counterpart in `plan`."""
     layers: list[LayerPlan] = []
     groups: dict[tuple[str, str], list[str]] = {}
@@ -133,7 +132,7 @@ class BlocksBeforeHeads(nn.ModuleList):
         return ((name, module) for name, module in super().named_children() if not isinstance(module, HeadPart))
 
 
-def attach_head_layer(model: nn.Module, name: str, weight: torch.Tensor) -> None:
+def attach_head_layer(model: nn.Module, name: str, weight: Tensor) -> None:
     """Puts a linear layer that holds the very tensor `weight`, `[out, in]`, at the path `name`, which is free yet."""
     *path, last = name.split(".")
     parent = model

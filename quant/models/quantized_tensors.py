@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.base.errors import UserError, listed
 from quant.base.json_files import typed
@@ -218,7 +219,7 @@ def refuse_packed(
             raise UserError(f"{file}: {name} holds integers ({dtype}){clause}, or {WAY_OUT}")
 
 
-Parts = Mapping[str, torch.Tensor]
+Parts = Mapping[str, Tensor]
 Block = tuple[int, int]
 
 # Tensors of a quantized layer for its inputs, its outputs and the KV cache; the values of its weight do not need them.
@@ -228,7 +229,7 @@ _RUN_TIME = (
 )  # fmt: skip
 
 
-class QuantizedTensors(Mapping[str, torch.Tensor]):
+class QuantizedTensors(Mapping[str, Tensor]):
     """The tensors of a quantized checkpoint under the original's names, decoded to `dtype` on access.
 
     Codes without scales, or scales without codes, are a UserError that names the tensor and its file.
@@ -250,7 +251,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
             plain = {name: self.stored_dtype(name) for name in self._plain if self.home[name] is shard}
             refuse_packed(shard, plain, set(file.keys()), f", though the config says {quantization}; download it again")
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self.packed:
             return self.read(name)
         shape = self.packed[name].shape
@@ -266,7 +267,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
         """Returns the shape of a tensor without reading its values."""
         return self.packed[name].shape if name in self.packed else self.stored_shape(name)
 
-    def matrix(self, name: str, index: int | None = None) -> torch.Tensor:
+    def matrix(self, name: str, index: int | None = None) -> Tensor:
         """Returns a packed matrix, or one of a packed stack."""
         packed = self.packed[name]
         parts = {part: self.read(on_disk, index) for part, on_disk in packed.parts.items()}
@@ -276,7 +277,7 @@ class QuantizedTensors(Mapping[str, torch.Tensor]):
             file = self.home[next(iter(packed.parts.values()))]
             raise UserError(f"{file}: {name} cannot be dequantized: {error}; download the model again") from error
 
-    def read(self, name: str, index: int | None = None) -> torch.Tensor:
+    def read(self, name: str, index: int | None = None) -> Tensor:
         """Returns a tensor as it is on disk, or one matrix of a stack."""
         file = self._files[self.home[name]]
         return file.get_tensor(name) if index is None else file.get_slice(name)[index]
@@ -307,7 +308,7 @@ class Renamed:
         self.tensors = tensors
         self.names = {rename(name): name for name in tensors}
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         return self.tensors[self.names[name]]
 
     def __contains__(self, name: object) -> bool:
@@ -325,7 +326,7 @@ class Renamed:
     def is_mapped(self, name: str) -> bool:
         return self.names[name] not in self.tensors.packed
 
-    def matrix(self, name: str, index: int) -> torch.Tensor:
+    def matrix(self, name: str, index: int) -> Tensor:
         return self.tensors.matrix(self.names[name], index)
 
 
@@ -335,7 +336,7 @@ class _Deferred:
     tensors: QuantizedTensors
     name: str
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> Tensor:
         return self.tensors[self.name][index]
 
 
@@ -345,7 +346,7 @@ class Packed:
 
     shape: tuple[int, ...]  # of the original
     parts: Mapping[str, str]  # the names on disk of the parts, by role: weight, weight_scale, qzeros …
-    decode: Callable[[Parts, torch.dtype], torch.Tensor]  # computes the tensor, or one matrix of a stack
+    decode: Callable[[Parts, torch.dtype], Tensor]  # computes the tensor, or one matrix of a stack
 
 
 # Which names in the files together hold one tensor of the original: each function takes the name of a tensor on disk.
@@ -438,7 +439,7 @@ _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 _CHUNK_ELEMENTS = 1 << 20
 
 
-def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> torch.Tensor:
+def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> Tensor:
     """Returns a matrix of floating-point or INT8 codes with scales, under compressed-tensors' or ModelOpt's names.
 
     `blocks` are the (rows, columns) that the config says share a scale, where 0 is the whole axis.
@@ -457,7 +458,7 @@ def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> torch.T
     return layout_of_tensors(parts).decompress(parts, format)[0].dequantize(dtype)
 
 
-def _format_of(codes: torch.Tensor, scale: torch.Tensor, second: bool, blocks: Iterable[Block]) -> Format:
+def _format_of(codes: Tensor, scale: Tensor, second: bool, blocks: Iterable[Block]) -> Format:
     """Returns the format of a matrix, judging by its codes and scales."""
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
@@ -495,13 +496,13 @@ def _block(shape: tuple[int, int], grid: tuple[int, int], declared: Iterable[Blo
     raise ValueError(f"{list(grid)} scales for {list(shape)} weights fit none of the blocks {list(blocks)}")
 
 
-def mxfp4_experts(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+def mxfp4_experts(parts: Parts, dtype: torch.dtype) -> Tensor:
     """Returns the matrix `[in, out]` of a gpt-oss expert from `blocks [out, in/32, 16]` and `scales [out, in/32]`."""
     matrix = {"weight": parts["blocks"].flatten(-2), "weight_scale": parts["scales"]}
     return modelopt.decompress(matrix, FORMATS["mxfp4"])[0].dequantize(dtype).t().contiguous()
 
 
-def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor:
+def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> Tensor:
     """Returns a matrix `[out, in]` in GPTQ's layout; `zeros_less_one` is the layout's first version."""
     bits = 32 * parts["qzeros"].shape[1] // parts["scales"].shape[1]
     words = parts["qzeros"]
@@ -516,7 +517,7 @@ def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> torch.Tensor
     return _affine(codes, zero.t(), parts["scales"].t(), groups.long(), dtype)
 
 
-def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
+def awq(parts: Parts, dtype: torch.dtype) -> Tensor:
     """Returns a matrix `[out, in]` in AWQ's layout for "gemm"."""
     order = torch.tensor(_AWQ_COLUMNS, device="cpu").argsort()
     codes, zero = (unpack_words(parts[name], 4)[..., order].flatten(-2).t() for name in ("qweight", "qzeros"))
@@ -524,7 +525,7 @@ def awq(parts: Parts, dtype: torch.dtype) -> torch.Tensor:
     return _affine(codes, zero, parts["scales"].t(), groups, dtype)
 
 
-def pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], group_size: int) -> torch.Tensor:
+def pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], group_size: int) -> Tensor:
     """Returns a matrix of `shape` `[out, in]` in compressed-tensors' layout of integers."""
     (rows, columns), packed, scale = shape, parts["weight_packed"], parts["weight_scale"]
     bits = 32 * packed.shape[1] // columns
@@ -540,18 +541,16 @@ def pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], group
     return _affine(codes, zero.expand(rows, -1), scale.expand(rows, -1), groups.long(), dtype)
 
 
-def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Returns codes in int32 words `[…]`, lowest bits first: uint8 `[…, 32 / bits]`."""
     # Byte by byte, which needs no int32 shifts: 2, 4 and 8 bits divide a byte, and words are little-endian.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
     octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    codes: torch.Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
+    codes: Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
     return codes.flatten(-2)
 
 
-def _affine(
-    codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def _affine(codes: Tensor, zero: Tensor, scale: Tensor, groups: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `scale · (code − zero)`; codes `[out, in]`, zeros and scales `[out, groups]`, the group of each input."""
     rows, columns = codes.shape
     out = torch.empty(rows, columns, dtype=dtype, device="cpu")

@@ -25,7 +25,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from quant.base.errors import UserError, listed, option
@@ -38,15 +38,13 @@ _WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped
 _KNOWN = "a Hugging Face directory, .gguf, .safetensors, .pt/.pth/.bin (torch.save) or .pt2 (torch.export.save)"
 
 
-class LazyStateDict(Mapping[str, torch.Tensor]):
+class LazyStateDict(Mapping[str, Tensor]):
     """A state dict whose tensors are read by `read`, and floating-point ones cast to a `dtype`, on access."""
 
-    def __init__(
-        self, names: Iterable[str], read: Callable[[str], torch.Tensor], dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, names: Iterable[str], read: Callable[[str], Tensor], dtype: torch.dtype | None = None) -> None:
         self._names, self._read, self._dtype = dict.fromkeys(names), read, dtype
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         if name not in self._names:
             raise KeyError(name)
         tensor = self._read(name)
@@ -113,7 +111,7 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
     file = safetensors_file(path, "pt")
     refuse_packed(path, {name: str(file.get_slice(name).get_dtype()) for name in file.keys()})  # noqa: SIM118
 
-    def read(name: str) -> torch.Tensor:
+    def read(name: str) -> Tensor:
         part = file.get_slice(name)
         if part.get_dtype().startswith(("F4", "F6")):
             raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, packed already; give the original model")
@@ -126,7 +124,7 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
     return LazyStateDict(file.keys(), read, dtype)
 
 
-def build(factory: str, tensors: Mapping[str, torch.Tensor], where: str, meta: bool) -> nn.Module:
+def build(factory: str, tensors: Mapping[str, Tensor], where: str, meta: bool) -> nn.Module:
     """Returns the module that `factory` makes, holding `tensors`: their memory and dtype, not the factory's.
 
     Parameters that the factory ties stay tied; the file needs only one of their names, which may have the parts that
@@ -295,7 +293,7 @@ def load_pickle(
         return (content.to("meta") if meta else content).to(dtype).eval(), None
     if not isinstance(content, Mapping):
         raise UserError(f"{path}: holds a {type(content).__name__}; expected a state dict or an nn.Module")
-    not_tensors = [str(name) for name, value in content.items() if not isinstance(value, torch.Tensor)]
+    not_tensors = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
     if not_tensors or not content:
         fault = f"{', '.join(not_tensors[:3])} is not a tensor" if not_tensors else "it is empty"
         raise UserError(f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as 'state_dict'")

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.export.checkpoint.files.names import expert_names
 from quant.kernels.linear.experts import can_run_experts_one_by_one, run_experts_one_by_one
@@ -23,7 +23,7 @@ from quant.kernels.linear.experts import can_run_experts_one_by_one, run_experts
 class Files(Protocol):
     """The tensors of a checkpoint, read on access, under the names that they have in the model."""
 
-    def __getitem__(self, name: str) -> torch.Tensor: ...
+    def __getitem__(self, name: str) -> Tensor: ...
 
     def __contains__(self, name: object) -> bool: ...
 
@@ -38,7 +38,7 @@ class Files(Protocol):
     def is_mapped(self, name: str) -> bool:
         """Returns whether reading a tensor takes no memory."""
 
-    def matrix(self, name: str, index: int) -> torch.Tensor:
+    def matrix(self, name: str, index: int) -> Tensor:
         """Returns one matrix of a stack."""
 
 
@@ -52,7 +52,7 @@ class StoredWeight:
 
     def __init__(self, files: Files, name: str) -> None:
         self.files, self.name, self.shape = files, name, torch.Size(files.shape(name))
-        self.last: tuple[int, torch.Tensor] | None = None
+        self.last: tuple[int, Tensor] | None = None
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -61,16 +61,16 @@ class StoredWeight:
         """Returns the number of dimensions, as a tensor's `dim`."""
         return len(self.shape)
 
-    def __getitem__(self, expert: int) -> torch.Tensor:
+    def __getitem__(self, expert: int) -> Tensor:
         """Returns the matrix of one expert; the last one that was read is kept."""
         if self.last is None or self.last[0] != expert:
             self.last = (expert, self._matrix(expert))
         return self.last[1]
 
-    def _matrix(self, expert: int) -> torch.Tensor:
+    def _matrix(self, expert: int) -> Tensor:
         return self.files.matrix(self.name, expert)
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         """Returns the whole parameter."""
         return self.files[self.name]
 
@@ -82,11 +82,11 @@ class StoredExperts(StoredWeight):
         super().__init__(files, names[0])
         self.shape, self.parts, self.names = shape, len(names) // shape[0], names
 
-    def _matrix(self, expert: int) -> torch.Tensor:
+    def _matrix(self, expert: int) -> Tensor:
         names = self.names[expert * self.parts : (expert + 1) * self.parts]
         return torch.cat([self.files[name] for name in names])
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self) -> Tensor:
         stack = torch.empty(self.shape, dtype=self.files.dtype(self.name))
         for expert in range(len(self)):
             stack[expert] = self._matrix(expert)
@@ -139,13 +139,13 @@ def keeps_float32(model: nn.Module, name: str, dtype: torch.dtype) -> bool:
 
 
 def _divided(
-    model: nn.Module, files: Files, expected: dict[str, torch.Tensor]
-) -> tuple[dict[str, torch.Tensor], dict[str, StoredWeight], set[str]]:
+    model: nn.Module, files: Files, expected: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, StoredWeight], set[str]]:
     """Returns the tensors of a model that are mapped, those that stay in their files, and the names of both in files.
 
     Those that transformers keeps in float32 become float32, in `expected` too.
     """
-    mapped, left, used = dict[str, torch.Tensor](), dict[str, StoredWeight](), set[str]()
+    mapped, left, used = dict[str, Tensor](), dict[str, StoredWeight](), set[str]()
     for name, tensor in expected.items():
         matrices = expert_names(name, len(tensor)) if tensor.dim() == 3 and name not in files else []
         if matrices and all(matrix in files for matrix in matrices):
@@ -193,7 +193,7 @@ def read_stored(model: nn.Module, names: Iterable[str]) -> None:
 def _read(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Puts the parameter with its values into the module before a forward pass."""
     empty = module._parameters.get(name)
-    values = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     if hasattr(empty, "stored") and not any(value.is_meta for value in values):
         # `empty` rides on the parameter that replaces it, so that the hook after the forward pass can put it back.
         read = nn.Parameter(empty.stored.tensor(), requires_grad=False)  # type: ignore[union-attr]

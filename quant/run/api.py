@@ -6,8 +6,7 @@ Each step of a run is a public function too, which a training script can call by
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError
 from quant.base.listener import Listener, Progress
@@ -106,7 +105,7 @@ def quantize(
         if data is not None:
             raise UserError("data= and forward_loop= both give calibration inputs; pass one of them")
         data = recorded(model, forward_loop)
-    elif data is not None and not isinstance(data, torch.Tensor | Inputs):
+    elif data is not None and not isinstance(data, Tensor | Inputs):
         data = inputs_of(data, model)  # an iterable of calls, which is read once and kept
     budget = AllocationRequest(bits=bits, max_kl=max_kl, formats=formats)
     # Nobody named the default recipe, so it does not contradict a budget; another one does, and is refused.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, listed, option, versions
 from quant.base.json_files import read_json, typed, write_json
@@ -280,7 +280,7 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     return Decision(plan, rows, allocation=allocation, tries_transforms=takes_default)
 
 
-def _rows(job: Job, goal: Goal) -> tuple[torch.Tensor, list[Record] | None, HeldOut | None]:
+def _rows(job: Job, goal: Goal) -> tuple[Tensor, list[Record] | None, HeldOut | None]:
     """Returns the rows that score and solve, records of rows that were read here, and held-out rows for a limit."""
     request = job.request
     held_out = None
@@ -329,7 +329,7 @@ class Globs(NamedTuple):
 
     include: list[str]
     exclude: list[str]
-    heads: dict[str, torch.Tensor]
+    heads: dict[str, Tensor]
 
 
 def split_globs(request: Request, source: Source) -> Globs:
@@ -356,7 +356,7 @@ def split_globs(request: Request, source: Source) -> Globs:
     return Globs(include, exclude, {name: weights[name] for name in heads if name not in excluded})
 
 
-def with_heads(plan: Plan, source: Source, weights: Mapping[str, torch.Tensor]) -> Plan:
+def with_heads(plan: Plan, source: Source, weights: Mapping[str, Tensor]) -> Plan:
     """Returns `plan` with the layers of prediction heads, which get modules in the model."""
     if not weights:
         return plan
@@ -383,7 +383,7 @@ def attach_planned_heads(source: Source, plan: Plan) -> None:
             attach_head_layer(source.model, name, _as_model(source.model, weight))
 
 
-def _as_model(model: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+def _as_model(model: nn.Module, weight: Tensor) -> Tensor:
     """Returns a weight on the device of the model: a dry run's is on meta."""
     return weight.to(next(model.parameters()).device, stored_dtype(model))
 
@@ -444,7 +444,7 @@ class KVChoice:
     record: dict[str, Any]  # for the plan's provenance
 
 
-def choose_kv_layers(model: nn.Module, rows: torch.Tensor, bits: float | None, session: Session) -> list[KVChoice]:
+def choose_kv_layers(model: nn.Module, rows: Tensor, bits: float | None, session: Session) -> list[KVChoice]:
     """Returns the cache's formats within `bits` a value on average, scales counted, by losses on token ids `rows`.
 
     Without `bits`, choices of rising bytes and falling loss. UserError: a model without next tokens or without a cache

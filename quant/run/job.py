@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, in_words, megabytes, option, steps_in_words, versions
 from quant.base.listener import Listener, StageProgress
@@ -77,7 +77,7 @@ class Decision:
     """The plan of a run, and the data that its weights are solved with."""
 
     plan: Plan  # as it was decided, before a guard changed it
-    data: torch.Tensor | Inputs | None = None  # None where none was read yet, or none is needed
+    data: Tensor | Inputs | None = None  # None where none was read yet, or none is needed
     # Whether an effort of this run chose the solvers, so that one without data may replace them. A plan that the user
     # names says everything, whatever its provenance says of its origin.
     may_lower_effort: bool = False
@@ -137,7 +137,7 @@ def announce_effort(listener: Listener, plan: Plan) -> None:
         listener.message(f"effort {chosen['level']} ({chosen['solver']}) instead of {chosen['asked']}: {chosen['why']}")
 
 
-Data = torch.Tensor | Inputs
+Data = Tensor | Inputs
 
 
 def read_data(job: Job, decision: Decision) -> Decision:
@@ -193,7 +193,7 @@ def _kept_data(job: Job, plan: Plan) -> tuple[Data, list[Record]]:
     digest = sources.digest_of(data)
     check_same({f"the calibration text {rows.label}": digest}, job.session)
     if rows.is_written:
-        assert isinstance(data, torch.Tensor)
+        assert isinstance(data, Tensor)
         store.put(step, {"rows": data}, records)
     else:
         store.expect("calibration text", digest)

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, listed
 from quant.base.json_files import write_json
@@ -340,7 +340,7 @@ class _NoiseError:
         self.before = self._predictions(model)
         self.table: dict[str, float] = {}
 
-    def _predictions(self, model: nn.Module) -> list[torch.Tensor]:
+    def _predictions(self, model: nn.Module) -> list[Tensor]:
         if not self.calls:
             return []
         with evaluating(model), torch.no_grad(), placed(model, self.device) as device, taking_inputs(model):
@@ -423,7 +423,7 @@ def timestep_of(model: nn.Module, call: Arguments) -> str:
     args, kwargs = call
     named = {**dict(zip(inspect.signature(model.forward).parameters, args, strict=False)), **kwargs}
     time = named.get("timestep", named.get("t"))
-    if isinstance(time, torch.Tensor):
+    if isinstance(time, Tensor):
         time = float(time.flatten()[0])
     return "" if time is None else f"{float(time):.4g}"
 

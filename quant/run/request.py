@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, check_installed, option
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
@@ -173,7 +173,7 @@ class Request:
     dry_run: bool = False
     model_factory: str | None = None
     unsafe_load: bool = False
-    data: torch.Tensor | Inputs | None = None  # calibration data in memory; `calib` names sources of it instead
+    data: Tensor | Inputs | None = None  # calibration data in memory; `calib` names sources of it instead
     tokenizer: Any = None  # of a module in memory
     run: Callable[[nn.Module], Any] | None = None  # calls it on a valid input, to find fusion groups
     command: str = "quantize"  # recorded in plan and report
@@ -313,7 +313,7 @@ class Request:
     def check(self) -> None:
         """Refuses options that cannot be read or contradict each other; the model is not opened for that."""
         if self.is_in_memory:
-            data = self.data if isinstance(self.data, torch.Tensor) else None
+            data = self.data if isinstance(self.data, Tensor) else None
             if data is not None and not (data.numel() and (data.is_floating_point() or data.dim() == 2)):
                 raise UserError(
                     f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"

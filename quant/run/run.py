@@ -24,7 +24,7 @@ from threading import Thread
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.atomic import claimed
 from quant.base.errors import UserError, counted, importing, listed, megabytes, option, versions, warn
@@ -105,7 +105,7 @@ class Measured(JsonData):
     notes: list[str] = field(default_factory=list)  # what a denoiser loses
 
 
-Texts = Mapping[str, torch.Tensor | Inputs]
+Texts = Mapping[str, Tensor | Inputs]
 """Evaluation rows or inputs by the name of their source."""
 
 
@@ -238,9 +238,7 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
     return SolvedModel(quantized.plan, quantized.layers, bytes_before, quantized)
 
 
-def solving_steps(
-    model: nn.Module, plan: Plan, data: torch.Tensor | Inputs | None
-) -> tuple[list[str], list[float], str]:
+def solving_steps(model: nn.Module, plan: Plan, data: Tensor | Inputs | None) -> tuple[list[str], list[float], str]:
     """Returns the layers that `solve_plan` goes through: the block of each, how much work it is, and the unit of that.
 
     With calibration text the work is its tokens, and each layer has the share of its weights; a model's worth of layers
@@ -456,7 +454,7 @@ def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measure
     )
 
 
-def _as_stored(result: LayerResult, plan: Plan, tensors: Mapping[str, torch.Tensor]) -> LayerResult:
+def _as_stored(result: LayerResult, plan: Plan, tensors: Mapping[str, Tensor]) -> LayerResult:
     """Returns the result with the size of a layer that stays in a dtype other than 16 bit in the checkpoint."""
     layer = plan.by_name[result.name]
     # A tied layer has the dtype of the tensor that it shares.
@@ -559,11 +557,11 @@ def _measured(job: Job, solved: SolvedModel, texts: Texts, original: nn.Module) 
 
 
 def _compare(
-    job: Job, solved: SolvedModel, rows: torch.Tensor | Inputs, models: tuple[nn.Module, nn.Module], decode: Decode
+    job: Job, solved: SolvedModel, rows: Tensor | Inputs, models: tuple[nn.Module, nn.Module], decode: Decode
 ) -> tuple[dict[str, float], Continuation | None]:
     """Returns the errors of the layers' outputs on the first text, and its beginning continued by both models."""
     device = job.session.device
-    if not isinstance(rows, torch.Tensor):
+    if not isinstance(rows, Tensor):
         return {}, None
     weights = sum(parameter.numel() for parameter in models[1].parameters())
     is_small = weights <= _QUICK.get("cpu" if device is None else device.type, 0)
@@ -578,7 +576,7 @@ def _compare(
     return errors, continuation
 
 
-def _worth_keeping(job: Job, model: nn.Module) -> list[torch.Tensor]:
+def _worth_keeping(job: Job, model: nn.Module) -> list[Tensor]:
     """Returns the codes of a small model that runs on the CPU, if there is memory to keep them dequantized.
 
     Measuring runs it dozens of times on few tokens, where dequantizing takes three quarters of the time.

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.atomic import claimed
 from quant.base.errors import UserError, check_installed, known_names, loss_text, option, steps_in_words, versions
@@ -90,7 +90,7 @@ class DistillOptions:
 @overload
 def distill(
     student: nn.Module, teacher: AnyTeacher, batch: Batch, *, temperature: float = ..., hidden: float = ...
-) -> torch.Tensor: ...
+) -> Tensor: ...
 
 
 @overload
@@ -114,7 +114,7 @@ def distill(
     listener: Listener = SILENT,
     command: str = "quant.distill",
     **options: Any,
-) -> torch.Tensor | Report:
+) -> Tensor | Report:
     """Gives the distillation loss of a batch, for a training loop of your own; or trains a quantized checkpoint.
 
         quant.prepare_qat(model, "nvfp4", rows, solver="gptq")
@@ -281,7 +281,7 @@ class DistillInputs:
     """A teacher and its training rows."""
 
     teacher: nn.Module | CachedTeacher  # the model needs no gradients
-    rows: torch.Tensor  # token ids, int64 `[rows, seqlen]`
+    rows: Tensor  # token ids, int64 `[rows, seqlen]`
     data: str  # the names of the training texts, for the report
     tokenizer: Any  # the teacher's; None where it has none or was cached before
 
@@ -358,11 +358,11 @@ def check_cache(file: Path, teacher: str, out: Path, hidden: float) -> None:
 
 def _training_rows(
     source: Source, options: DistillOptions, session: Session, progress: StageProgress, listener: Listener
-) -> torch.Tensor:
+) -> Tensor:
     samples = min(options.samples, options.steps * options.batch_size)
     source_rows = sources.Rows(options.data, samples, options.seqlen, session.seed, at_most=True)
     rows, _ = sources.read_calibration(source, source_rows, replace(session, progress=progress), listener=listener)
-    if not isinstance(rows, torch.Tensor):
+    if not isinstance(rows, Tensor):
         raise UserError(
             f"{option('data')}: distillation reads rows of token ids; give text, or token ids alone in safetensors"
         )
@@ -370,7 +370,7 @@ def _training_rows(
 
 
 def _measure(
-    student: nn.Module, plan: Plan, texts: Mapping[str, torch.Tensor], baseline: nn.Module | None, session: Session
+    student: nn.Module, plan: Plan, texts: Mapping[str, Tensor], baseline: nn.Module | None, session: Session
 ) -> Evaluation | None:
     """Measures a model on each text, with attention and KV cache in the plan's formats; None without texts."""
     if not texts:

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from quant.base.atomic import claimed
@@ -50,7 +50,7 @@ _KIND = "blockscale teacher"
 
 def cache_teacher(
     teacher: nn.Module,
-    rows: torch.Tensor,
+    rows: Tensor,
     path: str | Path,
     *,
     k: int = 64,
@@ -104,11 +104,11 @@ class CachedTeacher:
     """The teacher of a file that `cache_teacher` wrote; its tensors are mapped, and read row by row."""
 
     path: Path
-    rows: torch.Tensor  # token ids, int64 `[rows, seqlen]`
+    rows: Tensor  # token ids, int64 `[rows, seqlen]`
     temperature: float  # of its log-probabilities
     vocabulary: int  # tokens that the teacher knows
-    _tokens: torch.Tensor
-    _logp: torch.Tensor
+    _tokens: Tensor
+    _logp: Tensor
     _index: dict[str, int]
 
     @classmethod
@@ -140,7 +140,7 @@ class CachedTeacher:
         index = {_digest(row): index for index, row in enumerate(rows)}
         return cls(path, rows, temperature, vocabulary, tokens, logp, index)
 
-    def of(self, batch: torch.Tensor, temperature: float) -> TopTeacher:
+    def of(self, batch: Tensor, temperature: float) -> TopTeacher:
         """Returns the teacher's next tokens for a batch of its rows, int64 `[n, seqlen]`, in any order.
 
         Raises:
@@ -175,20 +175,20 @@ def is_cached_teacher(path: str | Path) -> bool:
         return False
 
 
-def _digest(rows: torch.Tensor) -> str:
+def _digest(rows: Tensor) -> str:
     # int32 in any case: rows come as int64 from the caller and as int32 from the file, and must have one digest.
     return hashlib.sha256(rows.cpu().int().contiguous().numpy().tobytes()).hexdigest()
 
 
 _TINY = torch.finfo(torch.float32).tiny
 AnyTeacher = nn.Module | CachedTeacher | str | os.PathLike[str]
-Batch = torch.Tensor | Mapping[str, torch.Tensor]
+Batch = Tensor | Mapping[str, Tensor]
 """Token ids, int64 `[rows, seqlen]`, or a model's inputs by name."""
 
 
 def distillation_loss(
     student: nn.Module, teacher: AnyTeacher, batch: Batch | None, *, temperature: float = 1.0, hidden: float = 0.0
-) -> torch.Tensor:
+) -> Tensor:
     """Returns the distillation loss of one batch, with gradients; arguments are as in `distill`."""
     inputs = _inputs(batch)
     ids = inputs["input_ids"]
@@ -208,7 +208,7 @@ def distillation_loss(
     # model. `chunked_kl` applies the head to a slice at a time.
     outputs, states, head = run_to_head(student, inputs, wants_hidden)
     targets: Teacher
-    teacher_states: list[torch.Tensor] = []
+    teacher_states: list[Tensor] = []
     if isinstance(teacher, CachedTeacher):
         if wants_hidden:
             raise UserError("a cached teacher has no hidden states; pass the model, or hidden=0")
@@ -222,7 +222,7 @@ def distillation_loss(
     else:
         with evaluating(teacher), torch.no_grad():
             device = device_of(teacher)
-            moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            moved = {name: value.to(device) for name, value in inputs.items() if isinstance(value, Tensor)}
             head_inputs, teacher_states, teacher_head = run_to_head(teacher, moved, wants_hidden)
         targets = LogitTeacher(head_inputs.flatten(0, 1), teacher_head)
     if outputs.shape[:-1] != ids.shape:
@@ -238,11 +238,11 @@ def distillation_loss(
 
 
 def _inputs(batch: Batch | None) -> dict[str, Any]:
-    if isinstance(batch, torch.Tensor):
+    if isinstance(batch, Tensor):
         return {"input_ids": batch}
     if not isinstance(batch, Mapping):
         raise UserError(f"the batch is {batch!r}; expected token ids, or a model's inputs by name")
-    if not isinstance(batch.get("input_ids"), torch.Tensor):
+    if not isinstance(batch.get("input_ids"), Tensor):
         raise UserError(
             f"the batch has no input_ids ({', '.join(batch) or 'it is empty'}); distillation reads token ids"
         )
@@ -264,7 +264,7 @@ def _check_student(model: nn.Module, wants_hidden: bool) -> None:
         )
 
 
-def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
+def _counted(inputs: Mapping[str, Any]) -> Tensor | None:
     """Returns a mask of the positions that count, bool `[rows, seqlen]`; None for all."""
     mask = inputs.get("attention_mask")
     # A mask of four dimensions tells which positions attend to which, and not which of them are padding.
@@ -279,9 +279,7 @@ def _counted(inputs: Mapping[str, Any]) -> torch.Tensor | None:
     return counted if mask is None else counted & mask.bool()
 
 
-def _distance(
-    states: list[torch.Tensor], teacher_states: list[torch.Tensor], counted: torch.Tensor | None
-) -> torch.Tensor:
+def _distance(states: list[Tensor], teacher_states: list[Tensor], counted: Tensor | None) -> Tensor:
     """Returns the mean squared distance of hidden states over layers and positions, relative to the teacher's.
 
     Relative at each position, because the first one of a row often has more than all others together.
@@ -332,7 +330,7 @@ _SLICE_SUM = 1 << 12
 # Rounding error of 1 − Σ p in float32: a smaller remainder counts as no probability at all.
 _NOTHING = 1e-6
 
-Head = Callable[[torch.Tensor], torch.Tensor]
+Head = Callable[[Tensor], Tensor]
 """A function from inputs of the output head, `[positions, hidden]`, to their logits `[positions, vocabulary]`."""
 
 
@@ -340,10 +338,10 @@ Head = Callable[[torch.Tensor], torch.Tensor]
 class LogitTeacher:
     """A teacher whose logits are computed as they are needed, from inputs of its head, `[positions, hidden]`."""
 
-    hidden: torch.Tensor
+    hidden: Tensor
     head: Head
 
-    def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradient(self, logits: Tensor, part: slice, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns KL at each position of a slice, and its gradient by the student's logits, both without the factor T².
 
         The student's `logits`, float32 `[positions, vocabulary]`, are overwritten.
@@ -366,12 +364,12 @@ class LogitTeacher:
 class TopTeacher:
     """A teacher whose likeliest tokens are known."""
 
-    tokens: torch.Tensor  # int `[positions, k]`
-    logp: torch.Tensor  # their log-probabilities at the temperature, float32 `[positions, k]`
+    tokens: Tensor  # int `[positions, k]`
+    logp: Tensor  # their log-probabilities at the temperature, float32 `[positions, k]`
     name: str  # of the model in messages
     vocabulary: int  # tokens that the teacher knows
 
-    def gradient(self, logits: torch.Tensor, part: slice, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+    def gradient(self, logits: Tensor, part: slice, temperature: float) -> tuple[Tensor, Tensor]:
         """Returns the same as `LogitTeacher.gradient`."""
         tokens, logp = self.tokens[part].to(logits.device).long(), self.logp[part].to(logits.device).float()
         if self.vocabulary != logits.shape[-1]:
@@ -406,13 +404,13 @@ class ChunkedKL(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: torch.Tensor,
+        hidden: Tensor,
         head: Head,
         teacher: Teacher,
         temperature: float,
-        weights: torch.Tensor | None,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
+        weights: Tensor | None,
+        *parameters: Tensor,
+    ) -> Tensor:
         learned = [parameter for parameter in parameters if parameter.requires_grad]
         totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learned]
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
@@ -454,7 +452,7 @@ class ChunkedKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         # With a dimension, because a number without one would be rounded to the dtype of the tensor first.
         factor = (gradient * ctx.factor).reshape(1)
@@ -464,8 +462,8 @@ class ChunkedKL(torch.autograd.Function):
 
 
 def chunked_kl(
-    hidden: torch.Tensor, head: Head, teacher: Teacher, *, temperature: float = 1.0, mask: torch.Tensor | None = None
-) -> torch.Tensor:
+    hidden: Tensor, head: Head, teacher: Teacher, *, temperature: float = 1.0, mask: Tensor | None = None
+) -> Tensor:
     """Returns the mean forward KL from a teacher's to the student's next tokens, times T².
 
     Only the logits of one slice are in memory at a time. The result, a float32 scalar, has gradients of `hidden`, the
@@ -480,7 +478,7 @@ def chunked_kl(
     return ChunkedKL.apply(hidden, head, teacher, temperature, weights, *parameters)  # type: ignore[no-untyped-call]
 
 
-def _product(tensor: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _product(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns `tensor · factor`, computed in float32 and rounded once; no tensor in float32 is kept on the way."""
     return torch.mul(tensor, factor, out=torch.empty_like(tensor, dtype=dtype))
 
@@ -509,7 +507,7 @@ class Tail:
     over: float = 1.0
     cap: float | None = None  # limit of the soft cap after them
 
-    def __call__(self, products: torch.Tensor) -> torch.Tensor:
+    def __call__(self, products: Tensor) -> Tensor:
         """Returns the logits, in the model's own operations."""
         logits = products if self.times == 1 else products * self.times
         logits = logits if self.over == 1 else logits / self.over
@@ -523,7 +521,7 @@ class LogitHead:
     head: nn.Module
     tail: Tail
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         return self.tail(self.head(x))
 
     def parameters(self) -> tuple[nn.Parameter, ...]:
@@ -535,9 +533,7 @@ _TAILS: WeakKeyDictionary[nn.Module, Tail | None] = WeakKeyDictionary()
 """The tails of models seen before; a model with None is run whole, with its own logits."""
 
 
-def run_to_head(
-    model: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool
-) -> tuple[torch.Tensor, list[torch.Tensor], Head]:
+def run_to_head(model: nn.Module, inputs: Mapping[str, Any], wants_hidden: bool) -> tuple[Tensor, list[Tensor], Head]:
     """Returns the head's inputs `[rows, seqlen, hidden]`, the hidden states, and the map from inputs to logits.
 
     For a model that is run whole, the inputs are its logits `[rows, seqlen, vocabulary]`, and the map is the identity.
@@ -556,7 +552,7 @@ def run_to_head(
     def call() -> Any:
         return model(**arguments) if named else model(arguments["input_ids"])
 
-    def states(result: Any) -> list[torch.Tensor]:
+    def states(result: Any) -> list[Tensor]:
         return list(result.hidden_states[1:]) if wants_hidden else []
 
     if head is not None and _TAILS.get(inner, Tail()) is not None:
@@ -575,15 +571,15 @@ def run_to_head(
 
 def _without_head(
     call: Callable[[], Any], head: nn.Module, compares: bool
-) -> tuple[list[tuple[torch.Tensor, torch.Tensor | None]], Any]:
+) -> tuple[list[tuple[Tensor, Tensor | None]], Any]:
     """Runs a model with a head that remembers its inputs; with `compares`, also the products of a few positions."""
     original_forward = head.forward
-    seen: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+    seen: list[tuple[Tensor, Tensor | None]] = []
     used = [p for p in head.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
 
-    def remember(x: torch.Tensor) -> torch.Tensor:
+    def remember(x: Tensor) -> Tensor:
         if compares:
-            products: torch.Tensor = original_forward(x[:1, :_COMPARED] if x.dim() > 2 else x[:_COMPARED])
+            products: Tensor = original_forward(x[:1, :_COMPARED] if x.dim() > 2 else x[:_COMPARED])
             seen.append((x, products.detach()))
             return products
         seen.append((x, None))
@@ -596,7 +592,7 @@ def _without_head(
 
 
 @torch.no_grad()
-def _find_tail(products: torch.Tensor, logits: torch.Tensor, config: Any) -> Tail | None:
+def _find_tail(products: Tensor, logits: Tensor, config: Any) -> Tail | None:
     """Returns the tail that turns `products` into `logits`, among the tails that a config names; None if none does."""
     if products.shape != logits.shape:
         return None
@@ -616,7 +612,7 @@ def _named(config: Any, names: tuple[str, ...], none: float | None) -> list[Any]
     return [*(float(value) for value in values if isinstance(value, int | float) and value), none]
 
 
-def _logits(result: Any, named: bool = False) -> torch.Tensor:
+def _logits(result: Any, named: bool = False) -> Tensor:
     """Returns the logits in a model's output; a transformers model without a head has none."""
     if hasattr(result, "logits"):
         return result.logits

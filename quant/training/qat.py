@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, known_names, warn
 from quant.base.listener import Progress
@@ -151,7 +151,7 @@ def prepare_qat(
             raise UserError("original= is for a model that is quantized already; this one is in 16 bit: leave it out")
         if plan is None:
             raise UserError("the model is not quantized: name a recipe, such as 'nvfp4', or pass a plan")
-        if data is not None and not isinstance(data, torch.Tensor | Inputs):
+        if data is not None and not isinstance(data, Tensor | Inputs):
             data = inputs_of(data, model)
     if isinstance(plan, Plan) and (solver or include or exclude):
         raise UserError("a plan says everything already: give solver, include and exclude to quant.make_plan instead")
@@ -270,7 +270,7 @@ def _check_optimizers(
         narrow = 0
         for key, parameter in parameters.items():
             if key in before and parameter.dtype != before[key][1]:
-                states = [s for s in each.state.get(parameter, {}).values() if isinstance(s, torch.Tensor) and s.dim()]
+                states = [s for s in each.state.get(parameter, {}).values() if isinstance(s, Tensor) and s.dim()]
                 narrow += any(state.dtype == before[key][1] for state in states)
         if lost:
             mismatch = f"holds {counted(lost, 'parameter')} that the model no longer has, from before it was quantized"
@@ -295,7 +295,7 @@ class Start:
 
     weights: dict[str, nn.Parameter]
     biases: dict[str, nn.Parameter | None]
-    rounded: dict[str, torch.Tensor]
+    rounded: dict[str, Tensor]
 
     @classmethod
     def of_original(cls, model: nn.Module, plan: Plan) -> Self:
@@ -305,7 +305,7 @@ class Start:
         return cls(weights, {name: getattr(owner, "bias", None) for name, owner in owners.items()}, {})
 
 
-def weights_before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -> dict[str, torch.Tensor]:
+def weights_before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -> dict[str, Tensor]:
     """Returns the values that were rounded to a quantized model's codes, by layer, where the original has them."""
     parameters = dict(original.named_parameters())
     rounded = {}
@@ -325,7 +325,7 @@ def weights_before_rounding(model: nn.Module, plan: Plan, original: nn.Module) -
     return rounded
 
 
-def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: torch.Tensor) -> torch.Tensor | None:
+def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: Tensor) -> Tensor | None:
     """Returns the float32 values that were rounded to `packed`, recovered from the original model's weight.
 
     They are its values, rotated, with rows and columns scaled as solvers fold scales into them, less the branch. These
@@ -337,7 +337,7 @@ def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: to
     weight = rotate_weight(original.to(stored.device, torch.float32), parts.hadamard)
     tiny = torch.finfo(torch.float32).tiny
 
-    def factor(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    def factor(matrix: Tensor, dim: int) -> Tensor:
         return (matrix * target).sum(dim, keepdim=True) / matrix.square().sum(dim, keepdim=True).clamp(min=tiny)
 
     # Alternating least squares on |target − rows · weight · columns|²: with one side fixed, the best factor of each row
@@ -358,7 +358,7 @@ def before_rounding(packed: BlockScaledTensor, parts: RunTimeParts, original: to
     return values if parts.lowrank is None else residual_weight(values, parts.lowrank)
 
 
-def starting_weight(packed: BlockScaledTensor, original: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+def starting_weight(packed: BlockScaledTensor, original: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Returns the weight to train: it rounds to the codes of `packed` under its scales.
 
     `original` has the values that were rounded; None starts in the middle of each cell.
@@ -432,7 +432,7 @@ def install_training_layers(
         put_layer(model, name, module)
 
 
-def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dtype: torch.dtype) -> torch.Tensor:
+def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dtype: torch.dtype) -> Tensor:
     original = start.weights.get(layer.name)
     values = None if original is None else _matrix(layer, packed, original.detach())
     if scales != "recomputed" or original is not None:  # from a guess other scales might be measured
@@ -448,7 +448,7 @@ def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dt
     return matrix
 
 
-def _matrix(layer: LayerPlan, packed: Any, parameter: torch.Tensor) -> torch.Tensor:
+def _matrix(layer: LayerPlan, packed: Any, parameter: Tensor) -> Tensor:
     if isinstance(packed, QuantExperts):
         return packed.stacking.matrices(parameter)
     if isinstance(packed, QuantConv):
@@ -619,7 +619,7 @@ def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrec
         )
 
 
-def _refuse_partial(name: str, weight: torch.Tensor, reload: str) -> None:
+def _refuse_partial(name: str, weight: Tensor, reload: str) -> None:
     """Raises UserError where packing a trained layer would lose its adapter, or pack one process's shard of it.
 
     The message ends with the user's next step with the gathered state: to load what `reload` says.

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.base.errors import UserError
@@ -72,13 +72,13 @@ _top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 class Common:
     """Results that the layers of one pass share, as far as one of them has computed them."""
 
-    x: torch.Tensor | None = None
+    x: Tensor | None = None
     key: tuple[Any, ...] = ()
     members: Sequence[RoundedWeight] = ()  # none where a layer computes its own
     served: set[int] = field(default_factory=set)
-    scales: tuple[torch.Tensor | None, torch.Tensor | None] | None = None  # as `current_scales` returns them
-    seen: torch.Tensor | None = None  # the input after scaling and rotation, as a low-rank branch takes it
-    rounded: torch.Tensor | None = None  # `seen` in the input format
+    scales: tuple[Tensor | None, Tensor | None] | None = None  # as `current_scales` returns them
+    seen: Tensor | None = None  # the input after scaling and rotation, as a low-rank branch takes it
+    rounded: Tensor | None = None  # `seen` in the input format
 
 
 class Fusion:
@@ -91,7 +91,7 @@ class Fusion:
         self._pass: Common | None = None
         self._is_alike: bool | None = None
 
-    def common(self, member: RoundedWeight, x: torch.Tensor) -> Common:
+    def common(self, member: RoundedWeight, x: Tensor) -> Common:
         """Returns the results for `x` of members that ran before `member`; empty for the first of them."""
         if len(self.members) == 1 or _top_hooks is None or is_traced() or x.is_inference():
             return Common()
@@ -130,9 +130,9 @@ class Fusion:
 
 
 def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.device == other.device and torch.equal(one, other)
-    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
+    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
 
 
 # A static input scale comes from calibration, and training changes the inputs of every layer. Inputs beyond the range
@@ -155,7 +155,7 @@ class InputRange:
     follows: int = 0  # training passes in which the scale grows with the inputs
     passes: int = 0  # training passes so far
     seen: int = 0  # inputs that were looked at
-    clipped: torch.Tensor | None = None  # how many of them were beyond the range; None before the first
+    clipped: Tensor | None = None  # how many of them were beyond the range; None before the first
 
     @property
     def share(self) -> float:
@@ -164,7 +164,7 @@ class InputRange:
 
 
 @torch.no_grad()
-def watch_input(layers: Sequence[RoundedWeight], x: torch.Tensor) -> None:
+def watch_input(layers: Sequence[RoundedWeight], x: Tensor) -> None:
     """Lets the static input scales of layers, which are equal, follow `x`, and counts the values beyond them.
 
     The first of the layers counts. x is the input as it is rounded, `[..., in]`.
@@ -207,13 +207,13 @@ def watch_input(layers: Sequence[RoundedWeight], x: torch.Tensor) -> None:
 _LARGEST = 30.0
 
 
-def learned_step(start: torch.Tensor, shift: torch.Tensor, format: Format) -> torch.Tensor:
+def learned_step(start: Tensor, shift: Tensor, format: Format) -> Tensor:
     """Returns the trained steps s, float32, from s0 (`start`) and d (`shift`), of one shape."""
     reach = (format.element.max * start.mean()).clamp(min=torch.finfo(torch.float32).tiny)
     return start * (shift.float() / reach).clamp(-_LARGEST, _LARGEST).exp()
 
 
-def nearest_scale(step: torch.Tensor, format: Format, second: torch.Tensor | None, stored: torch.dtype) -> torch.Tensor:
+def nearest_scale(step: Tensor, format: Format, second: Tensor | None, stored: torch.dtype) -> Tensor:
     """Returns block scales nearest to `step` divided by the global scale; gradients pass through the rounding."""
     exact = step if second is None else step / second.float()[..., None, None]
     with torch.no_grad():
@@ -234,12 +234,12 @@ class _Gathered(torch.autograd.Function):
     """A sharded parameter as a whole tensor; its gradient is the mean over all ranks, as FSDP2's gradients are."""
 
     @staticmethod
-    def forward(ctx: Any, sharded: Any) -> torch.Tensor:
+    def forward(ctx: Any, sharded: Any) -> Tensor:
         ctx.mesh, ctx.placements = sharded.device_mesh, sharded.placements
         return sharded.full_tensor()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Partial
 
         each = [Partial("sum")] * ctx.mesh.ndim
@@ -258,7 +258,7 @@ class Adapter(Protocol):
         """Grows with each change of its parameters in place."""
         ...
 
-    def added(self) -> torch.Tensor | None:
+    def added(self) -> Tensor | None:
         """Returns the matrix to add, in the shape of the weight; None while it is off, or merged."""
         ...
 
@@ -278,11 +278,11 @@ class RoundedWeight(nn.Module):
     # The parameter of learned scales. Layers that share a per-tensor scale share it: the first of them has it, with
     # `start_step`, block scales times global scale at the start.
     range_shift: nn.Parameter | None
-    start_step: torch.Tensor | None
-    block_scale: torch.Tensor | None
-    global_scale: torch.Tensor | None
+    start_step: Tensor | None
+    block_scale: Tensor | None
+    global_scale: Tensor | None
     activation_format: Format | None = None
-    input_scale: torch.Tensor | None
+    input_scale: Tensor | None
     adapter: Adapter | None = None
 
     def __init__(
@@ -306,7 +306,7 @@ class RoundedWeight(nn.Module):
         self.register_buffer("global_scale", None if second is None or scales == "recomputed" else second.clone())
 
     @property
-    def trained_weight(self) -> torch.Tensor:
+    def trained_weight(self) -> Tensor:
         """The weight that is rounded to the format, in the parameter's shape: with its adapter, in `trained_in`."""
         weight, added = self.weight, None if self.adapter is None else self.adapter.added()
         if added is not None:
@@ -314,7 +314,7 @@ class RoundedWeight(nn.Module):
         return weight if weight.dtype == self.trained_in else weight.to(self.trained_in)
 
     @property
-    def matrix(self) -> torch.Tensor:
+    def matrix(self) -> Tensor:
         """The weight as formats see it, `[..., out, in]`."""
         return self.trained_weight
 
@@ -325,7 +325,7 @@ class RoundedWeight(nn.Module):
             return self.fusion.members[0].range_shift
         return self.range_shift
 
-    def step(self) -> torch.Tensor | None:
+    def step(self) -> Tensor | None:
         """Returns learned block scales times global scale; None for scales that are not learned.
 
         A replica of nn.DataParallel takes shared scales from the original model, which is on another GPU.
@@ -362,7 +362,7 @@ class RoundedWeight(nn.Module):
         """Returns the weight, and its scales where they are learned."""
         return [self.weight, *([] if (shift := self.shift) is None else [shift])]
 
-    def current_scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def current_scales(self) -> tuple[Tensor | None, Tensor | None]:
         """Returns block scale values, or None where rounding measures them, and the global scale."""
         format, device = self.weight_format, self.weight.device
         if (step := self.step()) is not None:
@@ -377,13 +377,11 @@ class RoundedWeight(nn.Module):
             amax = group_amax(members)
             return as_stored_scale(choose_scale(self.matrix, format, "max", amax, None), format, self.stored), None
 
-    def rounded(self, dtype: torch.dtype) -> torch.Tensor:
+    def rounded(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight that the packed layer multiplies by, in `dtype`; it has gradients."""
         return self._round(self.matrix, dtype, *self.current_scales())
 
-    def _round(
-        self, weight: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None, second: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _round(self, weight: Tensor, dtype: torch.dtype, scale: Tensor | None, second: Tensor | None) -> Tensor:
         clips = self.scales != "recomputed"
         format, stored = self.weight_format, self.stored
         return round_weight(weight, format, dtype, scale=scale, global_scale=second, stored=stored, clips=clips)
@@ -397,7 +395,7 @@ class RoundedWeight(nn.Module):
             scale = measured_scale(weight, format, "max", second, self.stored)
         return quantize_with_scale(weight, format, scale.detach(), second)
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> RoundedWeight:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RoundedWeight:
         self.fusion.forget()
         # `model.to(bfloat16)` would round scales to BF16, and the weight would round to other codes than before: scales
         # move between devices and keep their dtype.
@@ -421,7 +419,7 @@ class RoundedWeight(nn.Module):
         facts += [name for name in ("pre_scale", "lowrank_down") if getattr(self, name, None) is not None]
         return ", ".join(facts)
 
-    def get_extra_state(self) -> torch.Tensor:
+    def get_extra_state(self) -> Tensor:
         """Returns how the layer was prepared and trained, as bytes, which safetensors can hold.
 
         Their number is the same before and after training, as torch.distributed.checkpoint requires.
@@ -430,7 +428,7 @@ class RoundedWeight(nn.Module):
         text = f"{self._prepared_with()}\n{dtype:8}\n{self.inputs.passes:12}"
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
-    def set_extra_state(self, state: torch.Tensor) -> None:
+    def set_extra_state(self, state: Tensor) -> None:
         """Goes on as the layer of the state was trained; UserError if that one was prepared differently."""
         text, own = bytes(state.tolist()).decode(errors="replace"), self._prepared_with()
         saved, *trained = text.split("\n")
@@ -470,7 +468,7 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
         lowrank = None if self.lowrank_down is None else (self.lowrank_down, self.lowrank_up)
         return RunTimeParts(self.pre_scale, self.hadamard, lowrank)  # type: ignore[arg-type]
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Maps `[..., in]` to `[..., out]`, as the packed layer computes it."""
         x = input
         self.remember_dtype()
@@ -508,11 +506,11 @@ class QATConv(RoundedWeight, ConvGeometry, nn.modules.conv._ConvNd):  # type: ig
         self.register_buffer("input_scale", packed.input_scale)
 
     @property
-    def matrix(self) -> torch.Tensor:
+    def matrix(self) -> Tensor:
         """The weight `[out, in / groups · kernel]`."""
         return conv_matrix(self.trained_weight, self.groups, self.transposed)
 
-    def convolve(self, x: torch.Tensor, output_padding: Sequence[int]) -> torch.Tensor:
+    def convolve(self, x: Tensor, output_padding: Sequence[int]) -> Tensor:
         self.remember_dtype()
         x = x.to(_computed_dtype(x))
         if self.activation_format is not None:
@@ -540,7 +538,7 @@ class QATExperts(RoundedWeight, ExpertStack):
         super().__init__(weight, packed.quantized_weight, scales, stored, packed.dtype)
         self.activation_format, self.stacking = packed.activation_format, packed.stacking
         self.register_buffer("input_scale", packed.input_scale)
-        self._matrices: Sequence[torch.Tensor] | None = None
+        self._matrices: Sequence[Tensor] | None = None
 
     @contextmanager
     def opened(self) -> Iterator[None]:
@@ -556,11 +554,11 @@ class QATExperts(RoundedWeight, ExpertStack):
     def multiplies_values(self) -> bool:
         return self.activation_format is None
 
-    def dense(self, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> Tensor:
         """Returns the rounded values `[out, in]` of one expert."""
         return self._one(index, self.dtype)
 
-    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def product(self, x: Tensor, index: int) -> Tensor:
         """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         operand = x.to(_computed_dtype(x))
         if self.activation_format is not None:
@@ -568,7 +566,7 @@ class QATExperts(RoundedWeight, ExpertStack):
             operand = round_input(operand, self.activation_format, self.input_scale)
         return functional.linear(operand, self._one(index, operand.dtype))
 
-    def _one(self, index: int, dtype: torch.dtype) -> torch.Tensor:
+    def _one(self, index: int, dtype: torch.dtype) -> Tensor:
         self.remember_dtype()
         scale, second = self.current_scales()
         matrix = (self.trained_weight if self._matrices is None else self._matrices)[index]
@@ -588,7 +586,7 @@ class QATEmbedding(RoundedWeight):
         self.num_embeddings, self.embedding_dim = weight.shape
         self.padding_idx = packed.padding_idx
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Maps `[...]` to `[..., dim]`."""
         self.remember_dtype()
         return functional.embedding(input, self.rounded(self.dtype), self.padding_idx)
@@ -597,7 +595,7 @@ class QATEmbedding(RoundedWeight):
         return QuantEmbedding(self.packed_weight(), self.dtype, self.padding_idx)
 
 
-def _computed_dtype(x: torch.Tensor) -> torch.dtype:
+def _computed_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype in which `quant::linear` multiplies `x`: autocast's where it is on."""
     return x.dtype if x.dtype is torch.float64 else autocast_dtype(x) or x.dtype
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, option
 from quant.calibration.session import device_of
@@ -33,7 +33,7 @@ _JUDGED = 6  # steps whose seconds are compared before the recording is kept for
 # squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 
-Loss = Callable[[torch.Tensor], torch.Tensor]
+Loss = Callable[[Tensor], Tensor]
 
 
 class Passes:
@@ -50,7 +50,7 @@ class Passes:
         self._batch = self._loss_value = torch.empty(0)
         self.replays = False  # whether the last call was a replay
 
-    def __call__(self, batch: torch.Tensor) -> float:
+    def __call__(self, batch: Tensor) -> float:
         """Returns the loss of a batch, token ids int64 `[batch, seqlen]`; parameters have its gradients."""
         if self._may_record and self._graph is None and len(self._seconds) == 2:
             self._record(batch)
@@ -80,17 +80,17 @@ class Passes:
         """Frees the recording, and the gradients, whose memory is a part of it."""
         self._forget({})
 
-    def _forget(self, gradients: Mapping[nn.Parameter, torch.Tensor]) -> None:
+    def _forget(self, gradients: Mapping[nn.Parameter, Tensor]) -> None:
         self._graph, self._may_record = None, False
         self._batch = self._loss_value = torch.empty(0)
         for parameter in self._learned:
             parameter.grad = gradients.get(parameter)
 
-    def of(self, batch: torch.Tensor) -> torch.Tensor:
+    def of(self, batch: Tensor) -> Tensor:
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
             return self._loss(batch)
 
-    def _record(self, batch: torch.Tensor) -> None:
+    def _record(self, batch: Tensor) -> None:
         stream, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
         self._batch = batch.to(self._device, copy=True)  # replays read this memory; each batch is copied into it
         for parameter in self._learned:
@@ -133,8 +133,8 @@ class Trained:
 
 def train(
     model: nn.Module,
-    loss: Callable[[torch.Tensor], torch.Tensor],
-    rows: torch.Tensor,
+    loss: Callable[[Tensor], Tensor],
+    rows: Tensor,
     hyperparameters: Hyperparameters,
     *,
     record: bool = True,
@@ -225,7 +225,7 @@ class StoredDtypes:
                 tensor.data = wide[name].to(self._by_name[name])
 
 
-def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]:
+def _batches(rows: Tensor, size: int, seed: int) -> Iterator[Tensor]:
     """Yields batches endlessly; each row comes once before any repeats."""
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -234,7 +234,7 @@ def _batches(rows: torch.Tensor, size: int, seed: int) -> Iterator[torch.Tensor]
             yield rows[order[start : start + size]]
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields parameters and buffers by all their names."""
     yield from model.named_parameters(remove_duplicate=False)
     yield from model.named_buffers(remove_duplicate=False)

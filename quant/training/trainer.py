@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import Trainer
 
 from quant.base.errors import UserError
@@ -48,7 +48,7 @@ class DistillMixin:
 
     def prediction_step(
         self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[torch.Tensor, None, None]:
+    ) -> tuple[Tensor, None, None]:
         """Returns the loss without keeping logits."""
         with torch.no_grad():
             loss = self.compute_loss(model, self._prepare_inputs(inputs))  # type: ignore[attr-defined]

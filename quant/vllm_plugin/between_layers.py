@@ -25,6 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.custom_op import CustomOp, op_registry_oot
 from vllm.model_executor.layers import rotary_embedding
@@ -82,7 +83,7 @@ register(
 )
 
 
-def takes_rows(x: torch.Tensor) -> bool:
+def takes_rows(x: Tensor) -> bool:
     """Returns whether our kernels take these rows, in a model that has our linear layers."""
     return linear_kernels.has_our_layers() and x.dim() == 2 and x.dtype is torch.bfloat16 and x.is_contiguous()
 
@@ -90,7 +91,7 @@ def takes_rows(x: torch.Tensor) -> bool:
 class BlockscaleRMSNorm(RMSNorm):
     """`h / rms(h) · weight` and h, where `h = x + residual`; without a residual only the first."""
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         # `variance_size_override` norms by a part of the columns only, which our kernel does not.
         able = self.has_weight and self.variance_size_override is None and x.shape[-1] <= MOST_COLUMNS
         weight = self.weight
@@ -104,11 +105,11 @@ class BlockscaleRMSNorm(RMSNorm):
 class BlockscaleSiluAndMul(SiluAndMul):
     """`silu(gate) · up`."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         return torch.ops.quant.swiglu(x) if takes_rows(x) else super().forward(x)
 
 
-def takes_columns(x: torch.Tensor, dim: int) -> bool:
+def takes_columns(x: Tensor, dim: int) -> bool:
     """Returns whether x is a part of a matmul's columns: rows of bfloat16 that lie further apart than they are long."""
     able = x.dim() == 2 and x.dtype is torch.bfloat16 and x.stride(1) == 1 and x.shape[1] % dim == 0
     return able and x.stride(0) > x.shape[1]
@@ -117,7 +118,7 @@ def takes_columns(x: torch.Tensor, dim: int) -> bool:
 class BlockscaleRotation:
     """Goes before a class of vLLM's whose cosines and sines lie in `cos_sin_cache`."""
 
-    def forward(self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+    def forward(self: Any, positions: Tensor, query: Tensor, key: Tensor | None = None) -> Any:
         cache, dim = self.cos_sin_cache, self.head_size
         if (
             key is not None
@@ -133,7 +134,7 @@ class BlockscaleRotation:
         return super().forward(positions, query, key)  # type: ignore[misc]
 
 
-def takes_cache(k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, format: str) -> bool:
+def takes_cache(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, format: str) -> bool:
     """Returns whether our kernel writes these keys and values to a cache of this format, "auto" or by name."""
     rows = all(x.dim() == 3 and x.dtype is torch.bfloat16 and x.stride()[1:] == (x.shape[2], 1) for x in (k, v))
     pages = k_cache.dtype is torch.bfloat16 and k_cache.dim() == 4 and k_cache.stride(3) == 1
@@ -173,7 +174,7 @@ def takes_step(named: dict[str, Any]) -> bool:
     return bool(pages and rows and batch and named["causal"] is True and (window is None or window[1] <= 0))
 
 
-def tiles_for(q: torch.Tensor, pages: KVPages, longest: int) -> DecodeTiles:
+def tiles_for(q: Tensor, pages: KVPages, longest: int) -> DecodeTiles:
     """Returns the launch for one query `[sequences, heads, dim]` each; a graph serves all lengths up to `longest`.
 
     Where sequences and KV heads are fewer than SMs, each SM gets one program with 192 KiB of keys and values on the
@@ -232,8 +233,8 @@ def install_rotations() -> str:
 
     def wrap(write: Any) -> Any:
         def store(
-            key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-            slot_mapping: torch.Tensor, kv_cache_dtype: str, *arguments: Any, **named: Any,
+            key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor,
+            slot_mapping: Tensor, kv_cache_dtype: str, *arguments: Any, **named: Any,
         ) -> None:  # fmt: skip
             if takes_cache(key, value, key_cache, value_cache, kv_cache_dtype):
                 from quant.kernels.attention.portable_decoder_step import store_rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEQuantConfig, fp8_w8a16_moe_quant_config
 from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend, make_fp8_moe_kernel
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import CompressedTensorsMoEMethod
@@ -39,7 +39,7 @@ class BlockscaleFp8Experts(BlockscaleExperts):
     format = "fp8_channel"
     weight_keys: ClassVar[tuple[QuantKey, ...]] = (kFp8StaticTensorSym, kFp8StaticChannelSym)
 
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    def weight_of(self, name: str, codes: Tensor, scale: Tensor) -> BlockScaledTensor:
         return loaded_weights.fp8_experts_weight(codes, scale)
 
 
@@ -49,7 +49,7 @@ class BlockscaleFp8BlockExperts(BlockscaleFp8Experts):
     format = "fp8_block"
     weight_keys = (kFp8Static128BlockSym,)
 
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    def weight_of(self, name: str, codes: Tensor, scale: Tensor) -> BlockScaledTensor:
         return loaded_weights.fp8_weight(codes, scale, blocks=True)
 
 

@@ -24,6 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 import vllm.model_executor.layers.fused_moe.modular_kernel as mk
+from torch import Tensor
 from vllm import envs
 from vllm.logger import init_logger
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
@@ -56,7 +57,7 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
     """vLLM's names for the weights that the class takes."""
     takes_bias: ClassVar[bool] = False
 
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    def weight_of(self, name: str, codes: Tensor, scale: Tensor) -> BlockScaledTensor:
         """Returns the stack of experts "w13" (gate and up) or "w2" (down), from the parameters that vLLM has loaded."""
         raise NotImplementedError
 
@@ -174,15 +175,15 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
     def apply(
         self,
-        output: torch.Tensor,
-        hidden_states: torch.Tensor,
-        w1: torch.Tensor,
-        w2: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
         activation: MoEActivation,
         global_num_experts: int,
-        expert_map: torch.Tensor | None,
+        expert_map: Tensor | None,
         *ignored: Any,
         **named: Any,
     ) -> None:
@@ -211,12 +212,12 @@ class _Sum(mk.TopKWeightAndReduce):
 
     def apply(
         self,
-        output: torch.Tensor | None,
-        fused_expert_output: torch.Tensor,
-        topk_weights: torch.Tensor,
-        topk_ids: torch.Tensor,
+        output: Tensor | None,
+        fused_expert_output: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
         apply_router_weight_on_input: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         from quant.kernels.linear.portable_grouped_gemm import weigh
 
         if not len(topk_ids):
@@ -236,7 +237,7 @@ class BlockscaleNvFp4Experts(BlockscaleExperts):
     format = "nvfp4"
     weight_keys = (kNvfp4Static,)
 
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    def weight_of(self, name: str, codes: Tensor, scale: Tensor) -> BlockScaledTensor:
         second = self.g1_alphas if name == "w13" else self.g2_alphas
         return loaded_weights.nvfp4_weight(codes, scale, second)
 

@@ -18,6 +18,7 @@ import inspect
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.logger import init_logger
 from vllm.model_executor.kernels.linear import (
     FP8ScaledMMLinearKernel,
@@ -135,7 +136,7 @@ class _OverMarlin:
         switches.record(name_of(layer), "marlin")
         super().process_weights_after_loading(layer)  # type: ignore[misc]
 
-    def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if not layer.blockscale_format:
             return super().apply_weights(layer, x, bias)  # type: ignore[misc]
         return loaded_weights.multiply(layer, x, bias, layer.weight)
@@ -208,7 +209,7 @@ class BlockscaleInt4LinearKernel(MPLinearKernel):
             layer, loaded_weights.arranged(loaded_weights.int4_weight(words.data, scale.data))[0], self.w_q_name
         )
 
-    def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return loaded_weights.multiply(layer, x, bias, getattr(layer, self.w_q_name))
 
 
@@ -236,10 +237,10 @@ class BlockscaleFp8LinearKernel(FP8ScaledMMLinearKernel):
             del layer.weight_scale_inv
         install_weight(layer, loaded_weights.arranged(loaded_weights.fp8_weight(codes, scale, blocks=blocks))[0])
 
-    def apply_weights(self, layer: Layer, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply_weights(self, layer: Layer, x: Tensor, bias: Tensor | None = None) -> Tensor:
         return loaded_weights.multiply(layer, x, bias, layer.weight)
 
-    def apply_scaled_mm(self, **operands: Any) -> torch.Tensor:
+    def apply_scaled_mm(self, **operands: Any) -> Tensor:
         raise NotImplementedError("inputs stay in 16 bit, so vLLM does not look for a product in FP8")
 
 

@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.formats.format import E2M1, FORMATS
 from quant.formats.rounding import encode
@@ -39,38 +40,38 @@ FP8_DECODED_UP_TO = 1024
 """Tokens up to which one kernel decodes the weight; for more, the weight is written in E4M3 once, for the library."""
 
 
-def nvfp4_weight(codes: torch.Tensor, scale: torch.Tensor, global_scale: torch.Tensor) -> BlockScaledTensor:
+def nvfp4_weight(codes: Tensor, scale: Tensor, global_scale: Tensor) -> BlockScaledTensor:
     """Returns an NVFP4 weight `[out, in]`, or a stack of experts `[experts, out, in]` with a global scale each."""
     shape = (*codes.shape[:-1], codes.shape[-1] * 2)
     second = global_scale.float().reshape(codes.shape[:-2])
     return BlockScaledTensor(codes, scale, FORMATS["nvfp4"], shape, second)
 
 
-def mxfp4_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+def mxfp4_weight(codes: Tensor, scale: Tensor) -> BlockScaledTensor:
     """Returns an MXFP4 weight `[out, in]`, or a stack of experts `[experts, out, in]`."""
     return BlockScaledTensor(codes, scale, FORMATS["mxfp4"], (*codes.shape[:-1], codes.shape[-1] * 2))
 
 
-def mxfp8_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+def mxfp8_weight(codes: Tensor, scale: Tensor) -> BlockScaledTensor:
     """Returns an MXFP8 weight `[out, in]`."""
     return BlockScaledTensor(codes, scale, FORMATS["mxfp8"], tuple(codes.shape))
 
 
-def int4_weight(words: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+def int4_weight(words: Tensor, scale: Tensor) -> BlockScaledTensor:
     """Returns an INT4 weight `[out, in]` from words of eight codes along `in`, each offset by 8."""
     # Codes offset by 8 become two's complement when bit 3 of each nibble is flipped.
     codes = words.contiguous().view(torch.uint8) ^ 0x88
     return BlockScaledTensor(codes, scale.float().contiguous(), FORMATS["int4"], (codes.shape[0], codes.shape[1] * 2))
 
 
-def fp8_weight(codes: torch.Tensor, scale: torch.Tensor, *, blocks: bool) -> BlockScaledTensor:
+def fp8_weight(codes: Tensor, scale: Tensor, *, blocks: bool) -> BlockScaledTensor:
     """Returns an FP8 weight `[out, in]`, or a stack of experts, with a scale for each row or 128 × 128 block."""
     format = FORMATS["fp8_block" if blocks else "fp8_channel"]
     shape = tuple(codes.shape)
     return BlockScaledTensor(codes.contiguous(), scale.float().reshape(format.scale_shape(shape)), format, shape)
 
 
-def fp8_experts_weight(codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+def fp8_experts_weight(codes: Tensor, scale: Tensor) -> BlockScaledTensor:
     """Returns FP8 experts `[experts, out, in]` with a scale for each row.
 
     vLLM's scale is `[experts, out, 1]`, or one for each matrix that was joined into an expert's, `[experts, matrices]`
@@ -159,7 +160,7 @@ def hold(layer: Any, weight: BlockScaledTensor, codes: str = "weight") -> None:
     layer.blockscale_format = weight.format.name
 
 
-def multiply(layer: Any, x: torch.Tensor, bias: torch.Tensor | None, codes: torch.Tensor) -> torch.Tensor:
+def multiply(layer: Any, x: Tensor, bias: Tensor | None, codes: Tensor) -> Tensor:
     """Returns `x @ weight.T + bias`, `[..., out]`, with the parameters that `hold` has left."""
     scale, second, format = layer.weight_scale, layer.weight_global_scale, layer.blockscale_format
     if multiplies_prompts_in_fp8(format):
@@ -178,13 +179,8 @@ def is_faster_in_fp8(tokens: int, shape: tuple[int, ...]) -> bool:
 
 
 def _linear_fp8_prefill(
-    x: torch.Tensor,
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    global_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    weight_format: str,
-) -> torch.Tensor:
+    x: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, bias: Tensor | None, weight_format: str
+) -> Tensor:
     # The number of tokens is known here, inside the op, and not to torch.compile, whose graph serves any number.
     rows, columns = codes.shape[0], x.shape[-1]
     tokens = x.numel() // columns
@@ -194,7 +190,7 @@ def _linear_fp8_prefill(
     return torch.ops.quant.linear(x, codes, scale, global_scale, bias, None, weight_format, "")
 
 
-def multiply_in_fp8(x: torch.Tensor, weight: BlockScaledTensor, bias: torch.Tensor | None) -> torch.Tensor:
+def multiply_in_fp8(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) -> Tensor:
     """Returns `x @ weight.T + bias` with x rounded to E4M3, a scale a token; on a GPU W is rounded to E4M3 as well."""
     rows = x.reshape(-1, x.shape[-1])
     if x.is_cuda and len(rows) <= FP8_DECODED_UP_TO and is_prepacked(weight):

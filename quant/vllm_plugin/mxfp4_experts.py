@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.oracle.mxfp4 import Mxfp4MoeBackend, make_mxfp4_moe_kernel
 from vllm.model_executor.layers.quantization import mxfp4
@@ -30,7 +31,7 @@ class BlockscaleMxFp4Experts(BlockscaleExperts):
     weight_keys = (kMxfp4Static,)
     takes_bias = True
 
-    def weight_of(self, name: str, codes: torch.Tensor, scale: torch.Tensor) -> BlockScaledTensor:
+    def weight_of(self, name: str, codes: Tensor, scale: Tensor) -> BlockScaledTensor:
         return loaded_weights.mxfp4_weight(codes, scale)
 
 

@@ -26,6 +26,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.forward_context import get_forward_context
 from vllm.logger import init_logger
@@ -66,18 +67,18 @@ SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "ChunkedLocalAttentionSpec")
 class Batch(AttentionMetadata):
     """The sequences of one step: decoding sequences first, then those with several new tokens."""
 
-    slots: torch.Tensor  # slot of each token, `[tokens]`; negative for padding
-    table: torch.Tensor  # int32 `[sequences, most pages]`
-    lengths: torch.Tensor  # int32 `[sequences]`, the new tokens included
+    slots: Tensor  # slot of each token, `[tokens]`; negative for padding
+    table: Tensor  # int32 `[sequences, most pages]`
+    lengths: Tensor  # int32 `[sequences]`, the new tokens included
     tokens: int  # how many there are without padding
     decodes: int  # sequences with one new token, which come first
     longest: int  # an upper bound of `lengths`
     # By new tokens of a sequence, the sequences that have so many behind earlier ones: int64 `[sequences]`, and their
     # tokens, int64 `[sequences, new]`.
-    verified: list[tuple[torch.Tensor, torch.Tensor]]
+    verified: list[tuple[Tensor, Tensor]]
     chunks: list[tuple[int, int, int, int]]  # (sequence, first token, token after the last, length) of prompts' chunks
-    starts: torch.Tensor  # int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's
-    ends: torch.Tensor  # int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all of its sequence's
+    starts: Tensor  # int32 `[chunks + 1]`: the first token of each chunk, counted from the first chunk's
+    ends: Tensor  # int32 `[chunks, 2, 2]`: 0 and the new tokens of each chunk, and 0 and all of its sequence's
 
 
 class Builder(AttentionMetadataBuilder[Batch]):
@@ -117,7 +118,7 @@ class Builder(AttentionMetadataBuilder[Batch]):
                     verified.setdefault(last - first, []).append((row, first))
                 elif last > first:
                     chunks.append((row, first, last, length))
-        copied = partial(torch.Tensor.to, device=common.query_start_loc.device, non_blocking=True)
+        copied = partial(Tensor.to, device=common.query_start_loc.device, non_blocking=True)
         few = [rows_and_tokens(new, rows) for new, rows in verified.items()]
         return Batch(
             common.slot_mapping, common.block_table_tensor, common.seq_lens, common.num_actual_tokens, decodes,
@@ -137,13 +138,13 @@ def spec_refusal(spec: Any) -> str:
     return "" if dims[0] == dims[1] else f"keys of {dims[0]} columns have values of {dims[1]}"
 
 
-def rows_and_tokens(new: int, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def rows_and_tokens(new: int, rows: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
     """Returns an entry of `Batch.verified`, on the host, for sequences with `new` tokens, each with its first token."""
     index = torch.tensor(rows, dtype=torch.int64, device="cpu")
     return index[:, 0], index[:, 1:] + torch.arange(new, device="cpu")
 
 
-def chunk_starts(chunks: list[tuple[int, int, int, int]]) -> torch.Tensor:
+def chunk_starts(chunks: list[tuple[int, int, int, int]]) -> Tensor:
     """Returns `Batch.starts` of some chunks, on the host."""
     starts = [0]
     for _, first, last, _ in chunks:
@@ -151,7 +152,7 @@ def chunk_starts(chunks: list[tuple[int, int, int, int]]) -> torch.Tensor:
     return torch.tensor(starts, dtype=torch.int32, device="cpu")
 
 
-def chunk_ends(chunks: list[tuple[int, int, int, int]]) -> torch.Tensor:
+def chunk_ends(chunks: list[tuple[int, int, int, int]]) -> Tensor:
     """Returns `Batch.ends` of some chunks, on the host."""
     ends = [[[0, stop - first], [0, length]] for _, first, stop, length in chunks]
     return torch.tensor(ends, dtype=torch.int32, device="cpu")
@@ -221,10 +222,10 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             causal=True, window=sliding_window, softcap=logits_soft_cap or None, softmax_scale=scale
         )
         self._layer: Any = None
-        self._scales: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._scales: tuple[Tensor, Tensor] | None = None
         self._pages: dict[tuple[int, int, int], KVPages] = {}
 
-    def scales(self, layer: Any, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def scales(self, layer: Any, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the global scales of keys and of values, float32 `[kv_heads]`, where `like` is.
 
         They are made in the first forward pass, by which vLLM measures its memory. Made while a CUDA graph is
@@ -234,7 +235,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             self._layer, self._scales = layer, self._scales_of(layer, like.device)
         return self._scales
 
-    def _scales_of(self, layer: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def _scales_of(self, layer: Any, device: torch.device) -> tuple[Tensor, Tensor]:
         scales = []
         # A forward pass is in inference mode, whose tensors a reload, which is not, could not write.
         with torch.inference_mode(False), torch.no_grad():
@@ -280,7 +281,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             write_kv_slots(pages, torch.full((tokens,), -1, dtype=torch.int64, device=cache.device), rows, rows)
         values_of(pages, table[0], 1, dtype)
 
-    def pages(self, layer: Any, cache: torch.Tensor) -> KVPages:
+    def pages(self, layer: Any, cache: Tensor) -> KVPages:
         """Returns the pages in the buffer that vLLM has bound to the layer."""
         key = (cache.data_ptr(), len(cache), cache.stride(0))
         if key not in self._pages:
@@ -297,15 +298,15 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
     def forward(
         self,
         layer: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        kv_cache: torch.Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
         attn_metadata: Batch | None,
-        output: torch.Tensor | None = None,
-        output_scale: torch.Tensor | None = None,
-        output_block_scale: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        output: Tensor | None = None,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
         """Returns `[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
         from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
 
@@ -331,14 +332,8 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         return output
 
     def _attend(
-        self,
-        q: torch.Tensor,
-        pages: KVPages,
-        table: torch.Tensor,
-        lengths: torch.Tensor,
-        longest: int,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, longest: int, out: Tensor | None = None
+    ) -> Tensor:
         """Returns the paged attention of q `[sequences, heads, new, dim]`, each sequence's last tokens."""
         from quant.kernels.attention.portable_paged_attention import attend_pages
 
@@ -347,9 +342,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         tiles = decode_tiles_for(pages, rows, len(q) * self.num_kv_heads, longest, sms)
         return attend_pages(q, pages, table, lengths, self.options, tiles, out=out)
 
-    def _attend_to_chunks(
-        self, batch: Batch, pages: KVPages, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
-    ) -> None:
+    def _attend_to_chunks(self, batch: Batch, pages: KVPages, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
         start, stop = batch.chunks[0][1], batch.chunks[-1][2]
         longest = max(last - first for _, first, last, _ in batch.chunks)
         is_run = sum(last - first for _, first, last, _ in batch.chunks) == stop - start
@@ -374,14 +367,14 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             )  # fmt: skip
 
 
-def values_of(pages: KVPages, table: torch.Tensor, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def values_of(pages: KVPages, table: Tensor, length: int, dtype: torch.dtype) -> list[Tensor]:
     """Returns keys and values `[length, kv_heads, dim]` of the first tokens in the pages that `table` names."""
     from quant.kernels.attention.portable_paged_kv_cache import read_nvfp4_kv
 
     # Rows of the block table end in meaningless entries; only pages up to `length` are read.
     used = table[: -(-length // pages.page_size)].long()
 
-    def gathered(x: torch.Tensor) -> torch.Tensor:
+    def gathered(x: Tensor) -> Tensor:
         return x[used].transpose(0, 1).flatten(1, 2)[None, :, :length].contiguous()
 
     both = []

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+from torch import Tensor
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import moved, quantize
@@ -38,13 +39,13 @@ _results: dict[tuple[str, str], str] = {}
 
 
 @cache
-def _sample(rows: int, columns: int, seed: int) -> torch.Tensor:
+def _sample(rows: int, columns: int, seed: int) -> Tensor:
     """Draws the same normal values on every machine, by the CPU's generator."""
     generator = torch.Generator(device="cpu").manual_seed(seed)
     return torch.randn(rows, columns, generator=generator, device="cpu", dtype=torch.float32)
 
 
-def _relative(y: torch.Tensor, expected: torch.Tensor) -> float:
+def _relative(y: Tensor, expected: Tensor) -> float:
     return float((y.cpu().double() - expected).norm() / expected.norm())
 
 

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.formats.tensor import BlockScaledTensor, moved
 from quant.kernels.base.launch import Variants, recorded
@@ -34,8 +35,8 @@ from quant.vllm_plugin.releases import check_arguments, replace_function
 MOST_THREADS = 8
 
 _log = logging.getLogger("vllm.blockscale")
-_linear: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None]] = {}
-_experts: dict[Any, tuple[BlockScaledTensor, torch.Tensor | None, int]] = {}
+_linear: dict[Any, tuple[BlockScaledTensor, Tensor | None]] = {}
+_experts: dict[Any, tuple[BlockScaledTensor, Tensor | None, int]] = {}
 
 
 def distinct_lengths(most: int) -> list[int]:
@@ -46,7 +47,7 @@ def distinct_lengths(most: int) -> list[int]:
     return [*range(1, min(most, FEW) + 1), *range(FEW + 16, most, 16), *([most] if most > FEW else [])]
 
 
-def linear_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, lengths: Iterable[int]) -> Variants:
+def linear_variants(weight: BlockScaledTensor, bias: Tensor | None, lengths: Iterable[int]) -> Variants:
     """Returns the kernels by which these numbers of tokens in BF16 are multiplied by a weight `[out, in]`.
 
     Weight and bias may be on the device "meta". Left out are kernels that write the weight in 16 bit for the library:
@@ -61,7 +62,7 @@ def linear_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, length
     return variants
 
 
-def experts_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, lengths: Iterable[int]) -> Variants:
+def experts_variants(weight: BlockScaledTensor, bias: Tensor | None, lengths: Iterable[int]) -> Variants:
     """Returns the kernels of Hopper by which these numbers of rows in BF16 are multiplied by a stack of experts.
 
     Weight and bias may be on the device "meta"; see `sm90_codes_gemm_many.takes_experts`.
@@ -77,7 +78,7 @@ def experts_variants(weight: BlockScaledTensor, bias: torch.Tensor | None, lengt
 
 
 def e4m3_variants(
-    weight: BlockScaledTensor, bias: torch.Tensor | None, lengths: Iterable[int], device: torch.device
+    weight: BlockScaledTensor, bias: Tensor | None, lengths: Iterable[int], device: torch.device
 ) -> Variants:
     """Returns the kernels by which these numbers of tokens are rounded to E4M3 and multiplied by a prepacked weight.
 
@@ -104,7 +105,7 @@ def compile_variants(variants: Variants, device: torch.device, threads: int) -> 
         list(pool.map(compile_here, variants))
 
 
-def note_linear(weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
+def note_linear(weight: BlockScaledTensor, bias: Tensor | None) -> None:
     """Notes a weight `[out, in]` as a layer holds it, with its bias; layers that are alike count once."""
     # With tensor parallelism one GPU adds the bias, and the others multiply without it.
     for added in (None,) if bias is None else (None, bias):
@@ -112,15 +113,13 @@ def note_linear(weight: BlockScaledTensor, bias: torch.Tensor | None) -> None:
         _linear[kind] = without_memory
 
 
-def note_experts(weight: BlockScaledTensor, bias: torch.Tensor | None, slots: int) -> None:
+def note_experts(weight: BlockScaledTensor, bias: Tensor | None, slots: int) -> None:
     """Notes a stack of experts that Hopper's kernel takes; a token of a step gives them `slots` rows."""
     kind, without_memory = _noted(weight, bias)
     _experts[kind, slots] = *without_memory, slots
 
 
-def _noted(
-    weight: BlockScaledTensor, bias: torch.Tensor | None
-) -> tuple[Any, tuple[BlockScaledTensor, torch.Tensor | None]]:
+def _noted(weight: BlockScaledTensor, bias: Tensor | None) -> tuple[Any, tuple[BlockScaledTensor, Tensor | None]]:
     """Returns what makes layers alike, and weight and bias without memory."""
     kind = weight.format.name, weight.codes.dtype, weight.shape, None if bias is None else bias.dtype
     return kind, (moved(weight, "meta"), None if bias is None else bias.detach().to("meta"))

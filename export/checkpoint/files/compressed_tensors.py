@@ -21,6 +21,7 @@ from re import _compiler, _parser  # type: ignore[attr-defined]
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.base.json_files import typed
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, ExpectedTensor, same_values
@@ -440,8 +441,8 @@ def expected_tensors(format: Format, activation: Format | None, shape: tuple[int
 
 
 def compress(
-    weight: BlockScaledTensor, input_scale: torch.Tensor | None, dtype: torch.dtype, activation: Format | None = None
-) -> dict[str, torch.Tensor]:
+    weight: BlockScaledTensor, input_scale: Tensor | None, dtype: torch.dtype, activation: Format | None = None
+) -> dict[str, Tensor]:
     """Returns the tensors of one linear layer; float scales in `dtype` if that represents them, as it does ours."""
     # A weight is read as code · block scale / weight_global_scale. Our global scale is a factor, and is stored as
     # its reciprocal; so is the scale of an NVFP4 input.
@@ -469,19 +470,19 @@ def compress(
     return tensors
 
 
-def stored_scale(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def stored_scale(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a float scale in the model's dtype if that holds it without loss, else in float32."""
     # A copy: gate and up of an expert may share a scale, and safetensors refuses tensors that share memory.
     stored = scale.to(dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32, copy=True)
     return stored if torch.equal(stored.float(), scale.float()) else scale.to(torch.float32, copy=True)
 
 
-def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
+def holds(tensors: Mapping[str, Tensor]) -> bool:
     """Returns whether a layer's tensors have names that only this layout uses."""
     return not tensors.keys().isdisjoint(("weight_packed", "weight_global_scale", "input_global_scale"))
 
 
-def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+def decompress(tensors: Mapping[str, Tensor], format: Format) -> tuple[BlockScaledTensor, Tensor | None]:
     """Returns the weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     # A matrix `[out, in]` has codes of [out, in · bits / 8] bytes, INT4 of [out, in / 8] words.
     codes = tensors["weight_packed" if format.element.bits < 8 else "weight"]
@@ -499,12 +500,12 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
     return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
 
 
-def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+def stored_kv_scale(name: str, scale: Tensor, dtype: torch.dtype) -> tuple[str, Tensor]:
     """Returns the name and form on disk of a scale of the KV cache: one number, or one a head."""
     return name, stored_scale(scale if scale.dim() else scale.reshape(1), dtype)
 
 
-def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
+def _reciprocal(scale: Tensor) -> Tensor:
     """Returns the stored reciprocal of a scale: in float32 if that gives the scale back, else in float64."""
     # Two adjacent float32 numbers may have one float32 reciprocal, and then the way back is ambiguous. A float64 tensor
     # lets `write_tensors` keep the exact number in the file's metadata.
@@ -513,7 +514,7 @@ def _reciprocal(scale: torch.Tensor) -> torch.Tensor:
     return single if bool(_inverse(single) == scale.reshape(())) else exact
 
 
-def _inverse(reciprocal: torch.Tensor) -> torch.Tensor:
+def _inverse(reciprocal: Tensor) -> Tensor:
     """Returns the scale of a stored reciprocal: in float32 if that gives the reciprocal back, else in float64."""
     exact = 1 / reciprocal.double().reshape(())
     single = exact.float()

@@ -16,6 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.export.checkpoint.files import compressed_tensors, modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT, ExpectedTensor, Layout, same_values
@@ -35,13 +36,13 @@ def layout_of_config(config: Mapping[str, Any]) -> Layout:
     return LAYOUTS.get(str(config.get("quant_method")), LAYOUTS[MODELOPT])
 
 
-def layout_of_tensors(tensors: Mapping[str, torch.Tensor]) -> Layout:
+def layout_of_tensors(tensors: Mapping[str, Tensor]) -> Layout:
     """Returns the layout of one layer's tensors, given by their names below the layer's."""
     return next((layout for layout in LAYOUTS.values() if layout.holds(tensors)), LAYOUTS[COMPRESSED_TENSORS])
 
 
 def matrix_problems(
-    tensors: Mapping[str, torch.Tensor], format: Format, activation: Format | None, shape: tuple[int, ...]
+    tensors: Mapping[str, Tensor], format: Format, activation: Format | None, shape: tuple[int, ...]
 ) -> Iterator[tuple[str, str]]:
     """Yields each tensor of a matrix that differs from the plan, by its name below the layer's, and how it differs."""
     expected = layout_of_tensors(tensors).expected_tensors(format, activation, shape)
@@ -58,7 +59,7 @@ def matrix_problems(
             yield name, problem
 
 
-def _shape_problem(name: str, tensor: torch.Tensor, expected: ExpectedTensor) -> str | None:
+def _shape_problem(name: str, tensor: Tensor, expected: ExpectedTensor) -> str | None:
     """Compares shapes: layouts differ in the axes of length one of scales, and codes have the axes of the matrix."""
     shape = tuple(tensor.shape)
     if expected.shape is None:
@@ -69,7 +70,7 @@ def _shape_problem(name: str, tensor: torch.Tensor, expected: ExpectedTensor) ->
     return f"is {list(shape)}, expected {list(expected.shape)}"
 
 
-def _value_problem(name: str, tensor: torch.Tensor, format: Format, shape: tuple[int, ...]) -> str | None:
+def _value_problem(name: str, tensor: Tensor, format: Format, shape: tuple[int, ...]) -> str | None:
     if tensor.is_meta:
         return None  # the caller looks only at names and shapes
     if name == "weight_shape":
@@ -88,7 +89,7 @@ def _value_problem(name: str, tensor: torch.Tensor, format: Format, shape: tuple
     return f"holds {int(wrong.sum()):,} scales that are NaN and {int((~wrong & (codes > 0x7F)).sum()):,} below zero"
 
 
-def scale_problem(scale: torch.Tensor) -> str | None:
+def scale_problem(scale: Tensor) -> str | None:
     """Returns the fault of float scales that are not all positive and finite."""
     if scale.dtype not in _FLOATS:
         return f"is {_named(scale.dtype)}, expected a float"
@@ -100,7 +101,7 @@ def scale_problem(scale: torch.Tensor) -> str | None:
     return f"holds {wrong:,} scales that are not finite numbers above zero"
 
 
-def value_problem(tensor: torch.Tensor, *, is_buffer: bool = False) -> str | None:
+def value_problem(tensor: Tensor, *, is_buffer: bool = False) -> str | None:
     """Returns the fault of a float tensor that holds NaN or infinity; a buffer may be a mask, which holds -infinity."""
     if is_finite_or_mask(tensor) if is_buffer else is_finite(tensor):
         return None
@@ -115,7 +116,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def plan_problems(
-    plan: Plan, config: Mapping[str, Any] | None, names: StoredNames, tensors: Mapping[str, torch.Tensor]
+    plan: Plan, config: Mapping[str, Any] | None, names: StoredNames, tensors: Mapping[str, Tensor]
 ) -> Iterator[str]:
     """Yields the differences between a plan and its checkpoint's config, which other runtimes read.
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quant.base.errors import known_names
 from quant.base.json_files import typed
@@ -305,10 +306,10 @@ def expected_tensors(format: Format, activation: Format | None, shape: tuple[int
 
 def compress(
     weight: BlockScaledTensor,
-    input_scale: torch.Tensor | None,
+    input_scale: Tensor | None,
     dtype: torch.dtype = torch.float32,
     activation: Format | None = None,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Returns the tensors of one linear layer; all scales are float32, and `dtype` and `activation` do not matter."""
     format, scale = weight.format, weight.scale
     if format.scale.is_wide:
@@ -332,17 +333,17 @@ def compress(
     return tensors
 
 
-def _float32_if_exact(scale: torch.Tensor) -> torch.Tensor:
+def _float32_if_exact(scale: Tensor) -> Tensor:
     single = scale.reshape(()).to(torch.float32, copy=True)
     return single if bool(single == scale.reshape(())) else scale.reshape(())
 
 
-def holds(tensors: Mapping[str, torch.Tensor]) -> bool:
+def holds(tensors: Mapping[str, Tensor]) -> bool:
     """Returns whether a layer's tensors are named as only this layout does. With eight bits both layouts may agree."""
     return "weight_scale_2" in tensors or ("weight" in tensors and tensors["weight"].dtype is torch.uint8)
 
 
-def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+def decompress(tensors: Mapping[str, Tensor], format: Format) -> tuple[BlockScaledTensor, Tensor | None]:
     """Returns the weight and static activation scale of a layer; KeyError if a tensor of the format is missing."""
     codes, scale = tensors["weight"], tensors["weight_scale"]
     if format.element is INT4:
@@ -354,7 +355,7 @@ def decompress(tensors: Mapping[str, torch.Tensor], format: Format) -> tuple[Blo
     return BlockScaledTensor(codes, scale, format, shape, global_scale), input_scale
 
 
-def stored_kv_scale(name: str, scale: torch.Tensor, dtype: torch.dtype) -> tuple[str, torch.Tensor]:
+def stored_kv_scale(name: str, scale: Tensor, dtype: torch.dtype) -> tuple[str, Tensor]:
     """Returns `….k_proj.k_scale`, float32, for `….k_scale`.
 
     ValueError for one scale a head, which the layout cannot hold.

@@ -33,8 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.formats.format import Format
 from quant.kernels.linear.experts import ExpertStack
@@ -192,7 +191,7 @@ def expert_names(name: str, experts: int) -> list[str]:
     return [f"{matrix}.weight" for expert in range(experts) for matrix in matrix_names(name, expert)]
 
 
-def cut_experts(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+def cut_experts(name: str, weight: Tensor) -> dict[str, Tensor]:
     """Returns the matrices `[experts, out, in]` of a parameter as one for each of `expert_names`: views."""
     # [experts, gate and up rows, in] is one run of rows: expert 0's gate, its up, expert 1's gate, …
     names = expert_names(name, len(weight))
@@ -320,13 +319,13 @@ def _unknown_version(missing: str) -> ValueError:
 
 
 def in_files(
-    model: Any, tensors: Mapping[str, torch.Tensor], source: Collection[str], stored: Callable[[str], str]
-) -> tuple[dict[str, torch.Tensor], dict[str, list[str]]]:
+    model: Any, tensors: Mapping[str, Tensor], source: Collection[str], stored: Callable[[str], str]
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Returns tensors of the model in 16 bit in the form of the source's files, as far as the source has it.
 
     They come by their names on disk, with the names in the model of the tensors that each was made of.
     """
-    as_in_source: dict[str, torch.Tensor] = {}
+    as_in_source: dict[str, Tensor] = {}
     made_of: dict[str, list[str]] = {}
     # A rule without a way back, such as one that drops padding, is no error before it is asked for.
     for rule in _without_experts(file_rules(model)):
@@ -339,7 +338,7 @@ def in_files(
     return as_in_source, made_of
 
 
-def in_model(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the tensors of files, by the names that these have in the model, in the form of the model."""
     state = model.state_dict(keep_vars=True)
     unknown = {name: tensor for name, tensor in tensors.items() if name not in state}
@@ -357,9 +356,7 @@ def _without_experts(rules: Iterable[Any]) -> list[Any]:
     ]
 
 
-def _converted(
-    model: Any, rule: Any, tensors: Mapping[str, torch.Tensor]
-) -> Iterable[tuple[list[str], dict[str, torch.Tensor]]]:
+def _converted(model: Any, rule: Any, tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], dict[str, Tensor]]]:
     """Yields the tensors that a rule makes, with the names of its inputs; only where all its inputs are present."""
     # Several tensors that become one have its name after the renaming, and so are one group.
     groups: dict[str, list[tuple[str, str]]] = {}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Protocol, Self
 
 import torch
+from torch import Tensor
 
 from quant.export.checkpoint.files.layouts import value_problem
 from quant.formats.finite import are_finite
@@ -79,7 +80,7 @@ class DeferredTensor:
 
     shape: torch.Size
     dtype: torch.dtype
-    compute: Callable[[], torch.Tensor]
+    compute: Callable[[], Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -99,7 +100,7 @@ class FileLog(Protocol):
 
 def write_tensor_file(
     path: Path,
-    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     metadata: Mapping[str, str] | None = None,
     *,
     durable: bool = False,
@@ -196,7 +197,7 @@ class _Writer:
 
 
 def _pieces(
-    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     metadata: Mapping[str, str] | None,
     masks: Collection[str] | None,
     resume_at: int,
@@ -225,7 +226,7 @@ def _pieces(
         yield name, memoryview(b"")
 
 
-def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collection[str] | None) -> Iterator[memoryview]:
+def _pieces_of(name: str, tensor: Tensor | DeferredTensor, masks: Collection[str] | None) -> Iterator[memoryview]:
     tensor = tensor.compute() if isinstance(tensor, DeferredTensor) else tensor
     is_buffer = masks is not None and name in masks
     if tensor.is_cuda:
@@ -242,13 +243,13 @@ def _pieces_of(name: str, tensor: torch.Tensor | DeferredTensor, masks: Collecti
         yield piece.data
 
 
-def _check(name: str, tensor: torch.Tensor, is_buffer: bool) -> None:
+def _check(name: str, tensor: Tensor, is_buffer: bool) -> None:
     """Raises ValueError where a tensor holds NaN or infinity."""
     if problem := value_problem(tensor, is_buffer=is_buffer):
         raise ValueError(f"{name} {list(tensor.shape)} {problem}; nothing was written: repair the model")
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes_of(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor, uint8 `[bytes]`, which share its memory if it is contiguous.
 
     Each operation of PyTorch gives the interpreter's lock away: where tens of thousands of tensors go into several
@@ -260,7 +261,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
+def _pieces_of_gpu(data: Tensor) -> Iterator[memoryview]:
     """Copies one piece while the piece before it is written; earlier work on the data must have ended.
 
     A buffer is filled again when its piece is hashed: at most `_UNHASHED` wait, one is written and one is filled.
@@ -268,7 +269,7 @@ def _pieces_of_gpu(data: torch.Tensor) -> Iterator[memoryview]:
     stream = torch.cuda.Stream(data.device)
     count = _UNHASHED + 2
     buffers = [torch.empty(min(_PIECE_BYTES, len(data)), dtype=torch.uint8, pin_memory=True) for _ in range(count)]
-    before: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    before: tuple[Tensor, torch.cuda.Event] | None = None
     for turn, start in enumerate(range(0, len(data), _PIECE_BYTES)):
         part = data[start : start + _PIECE_BYTES]
         buffer = buffers[turn % count][: len(part)]

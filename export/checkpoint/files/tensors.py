@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.atomic import not_written
 from quant.base.json_files import parse_json, typed
@@ -39,7 +39,7 @@ from quant.recipes.plan import LayerPlan, Parts, Plan
 FLAG = "tie_word_embeddings"
 
 
-def untied_pairs(model: nn.Module, state: Mapping[str, torch.Tensor] | None = None) -> dict[str, Any]:
+def untied_pairs(model: nn.Module, state: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
     """Returns, for the tensors that a tied model would share and that differ here, the config whose flag ties them.
 
     `state` has the tensors that are not quantized, by name; None takes the model's own.
@@ -57,7 +57,7 @@ def untied_pairs(model: nn.Module, state: Mapping[str, torch.Tensor] | None = No
     return untied
 
 
-def _differ(target: str, source: str, tensors: Mapping[str, torch.Tensor], quantized: tuple[str, ...]) -> bool:
+def _differ(target: str, source: str, tensors: Mapping[str, Tensor], quantized: tuple[str, ...]) -> bool:
     """Returns whether two tensors are stored apart; codes of a quantized layer are nobody else's."""
     owned = [name.startswith(quantized) for name in (target, source)]
     if any(owned):
@@ -67,7 +67,7 @@ def _differ(target: str, source: str, tensors: Mapping[str, torch.Tensor], quant
     return not hold_same_values(tensors[target], tensors[source])
 
 
-def hold_same_values(a: torch.Tensor, b: torch.Tensor) -> bool:
+def hold_same_values(a: Tensor, b: Tensor) -> bool:
     """Returns whether two tensors hold the same values; without data (on the meta device), whether they are one."""
     if a is b or (a.data_ptr() == b.data_ptr() and a.shape == b.shape and not a.is_meta):
         return True
@@ -117,9 +117,9 @@ def checkpoint_tensors(
     model: nn.Module,
     dtype: torch.dtype,
     names: StoredNames,
-    state: Mapping[str, torch.Tensor] | None = None,
+    state: Mapping[str, Tensor] | None = None,
     source: Collection[str] = (),
-) -> tuple[dict[str, torch.Tensor | DeferredTensor], dict[str, str]]:
+) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, str]]:
     """Returns every tensor of a quantized model, and the model's layer or tensor that it comes from; tied weights once.
 
     Both are by names on disk. Float scales are in `dtype`, and tensors in 16 bit in the form that `source`, the names
@@ -129,7 +129,7 @@ def checkpoint_tensors(
     """
     origin_of: dict[str, str] = {}
     quantized = {n: m for n, m in model.named_modules() if isinstance(m, _QUANTIZED)}
-    tensors: dict[str, torch.Tensor | DeferredTensor] = {}
+    tensors: dict[str, Tensor | DeferredTensor] = {}
     for name, tensor in _unquantized_tensors(model, quantized, state):
         cut = tensor.dim() == 3 and name.rpartition(".")[2] in names.cut
         for matrix_name, matrix in (cut_experts(name, expert_matrices(model, name)) if cut else {name: tensor}).items():
@@ -138,7 +138,7 @@ def checkpoint_tensors(
     plain = {
         name: tensor
         for name, tensor in tensors.items()
-        if isinstance(tensor, torch.Tensor) and name.rpartition(".")[0] not in quantized
+        if isinstance(tensor, Tensor) and name.rpartition(".")[0] not in quantized
     }
     joined, made_of = in_files(model, plain, source, names.stored) if source else ({}, {})
     for name in {each for joined_names in made_of.values() for each in joined_names}:
@@ -168,8 +168,8 @@ def checkpoint_tensors(
 
 
 def _unquantized_tensors(
-    model: nn.Module, quantized: Collection[str], state: Mapping[str, torch.Tensor] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+    model: nn.Module, quantized: Collection[str], state: Mapping[str, Tensor] | None
+) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors of a model outside its `quantized` modules, and the biases of these; tied tensors once."""
     modules = {id(model.get_submodule(name)) for name in quantized}
     # A module in a block that the model holds twice has two names.
@@ -183,7 +183,7 @@ def _unquantized_tensors(
     for name, tensor in unquantized.items():
         if name.startswith(own) and not name.endswith(".bias"):
             continue
-        if not isinstance(tensor, torch.Tensor):
+        if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"{name}: a {type(tensor).__name__}, and files of weights hold tensors alone; return a tensor from "
                 "get_extra_state, or leave the method out"
@@ -265,7 +265,7 @@ def split_rows(weight: BlockScaledTensor, count: int) -> list[BlockScaledTensor]
 
 def write_tensors(
     directory: Path,
-    tensors: Mapping[str, torch.Tensor | DeferredTensor],
+    tensors: Mapping[str, Tensor | DeferredTensor],
     shard_bytes: int | None = None,
     *,
     masks: Collection[str] | None = None,
@@ -296,7 +296,7 @@ def write_tensors(
         text = json.dumps(index, indent=2, allow_nan=False) + "\n"
         (directory / f"{stem}.safetensors.index.json").write_text(text, encoding="utf-8")
 
-    def write(name: str, shard: Mapping[str, torch.Tensor | DeferredTensor]) -> str:
+    def write(name: str, shard: Mapping[str, Tensor | DeferredTensor]) -> str:
         metadata = {"format": "pt"}
         if exact_in_shard := {key: value for key, value in exact.items() if key in shard}:
             metadata[EXACT] = json.dumps(exact_in_shard, allow_nan=False)
@@ -315,12 +315,12 @@ def write_tensors(
 
 
 def _without_float64_scales(
-    tensors: Mapping[str, torch.Tensor | DeferredTensor],
-) -> tuple[dict[str, torch.Tensor | DeferredTensor], dict[str, str]]:
+    tensors: Mapping[str, Tensor | DeferredTensor],
+) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, str]]:
     """Returns the tensors with global scales of float64 rounded to float32, and the exact ones as hexadecimal text."""
     stored, exact = dict(tensors), {}
     for name, tensor in tensors.items():
-        if not isinstance(tensor, torch.Tensor) or not name.endswith(SECOND_LEVEL):
+        if not isinstance(tensor, Tensor) or not name.endswith(SECOND_LEVEL):
             continue
         if tensor.dtype is torch.float64 and tensor.numel() == 1:
             exact[name] = float(tensor).hex()
@@ -329,10 +329,10 @@ def _without_float64_scales(
 
 
 def _shards(
-    tensors: Mapping[str, torch.Tensor | DeferredTensor], shard_bytes: int
-) -> list[dict[str, torch.Tensor | DeferredTensor]]:
+    tensors: Mapping[str, Tensor | DeferredTensor], shard_bytes: int
+) -> list[dict[str, Tensor | DeferredTensor]]:
     """Returns the tensors in runs of at most `shard_bytes`, in their order; a larger tensor has a shard of its own."""
-    shards: list[dict[str, torch.Tensor | DeferredTensor]] = [{}]
+    shards: list[dict[str, Tensor | DeferredTensor]] = [{}]
     size = 0
     for name, tensor in tensors.items():
         if shards[-1] and size + tensor.nbytes > shard_bytes:
@@ -359,7 +359,7 @@ def weight_files(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.safetensors"))
 
 
-class TensorFiles(Mapping[str, torch.Tensor]):
+class TensorFiles(Mapping[str, Tensor]):
     """The tensors of a checkpoint directory, read from the memory-mapped shards on access.
 
     A scale that float32 does not hold comes back in float64, from the metadata that `write_tensors` gave its file.
@@ -392,13 +392,13 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             carried = _metadata(handle, file, CARRIED, list[str], "names")
             self.carried |= {rename(name) for name in carried if name in handle.keys()}  # noqa: SIM118
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         handle, stored, _ = self._where[name]
         if self._meta and math.prod(shape := (part := handle.get_slice(stored)).get_shape()) > 1:
             # A dtype that this PyTorch does not have ends in safetensors' own error.
             dtype = _DTYPES.get(part.get_dtype()) or part[:0].dtype
             return torch.empty(shape, dtype=dtype, device="meta")
-        tensor: torch.Tensor = handle.get_tensor(stored)
+        tensor: Tensor = handle.get_tensor(stored)
         if stored not in self._exact:
             return tensor
         return torch.full(tensor.shape, self._exact[stored], dtype=torch.float64)
@@ -427,7 +427,7 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         """Returns whether reading a tensor takes no memory."""
         return name in self._where
 
-    def matrix(self, name: str, index: int) -> torch.Tensor:
+    def matrix(self, name: str, index: int) -> Tensor:
         """Returns one matrix of a stack."""
         return self[name][index]
 
@@ -508,7 +508,7 @@ def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
     return by_module
 
 
-def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) -> list[str]:
+def layer_tensor_names(tensors: Mapping[str, Tensor], layer: LayerPlan) -> list[str]:
     """Returns the names of the tensors that belong to a quantized layer, other than its bias."""
     below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
     matrices = [layer.name]
@@ -517,7 +517,7 @@ def layer_tensor_names(tensors: Mapping[str, torch.Tensor], layer: LayerPlan) ->
     return [f"{name}.{own}" for name in matrices for own in below.get(name, ()) if own != "bias"]
 
 
-def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+def read_layer(tensors: Mapping[str, Tensor], plan: LayerPlan) -> tuple[BlockScaledTensor, Tensor | None]:
     """Reads a planned layer's weight and static input scale, in any layout.
 
     ValueError names a wrong tensor and its file.
@@ -525,7 +525,7 @@ def read_layer(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> tuple[Bl
     below = tensors.below if isinstance(tensors, TensorFiles) else _by_module(tensors)
     outside = ("bias", *planned_parts(plan))
 
-    def read(name: str, shape: tuple[int, ...]) -> tuple[BlockScaledTensor, torch.Tensor | None]:
+    def read(name: str, shape: tuple[int, ...]) -> tuple[BlockScaledTensor, Tensor | None]:
         own = {key: tensors[f"{name}.{key}"] for key in below.get(name, ()) if key not in outside}
         for key, problem in matrix_problems(own, plan.weight_format, plan.activation, shape):
             raise ValueError(
@@ -571,14 +571,14 @@ def join_rows(weights: list[BlockScaledTensor]) -> BlockScaledTensor:
     return BlockScaledTensor(codes, scale, first.format, (rows, first.shape[1]), first.global_scale)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+def _joined(parts: list[Tensor]) -> Tensor:
     """Concatenates rows; of tensors on the meta device the shape alone, because PyTorch computes it in Python."""
     if not parts[0].is_meta:
         return torch.cat(parts)
     return parts[0].new_empty(sum(len(part) for part in parts), *parts[0].shape[1:])
 
 
-def in_file(tensors: Mapping[str, torch.Tensor], name: str) -> str:
+def in_file(tensors: Mapping[str, Tensor], name: str) -> str:
     """Returns how messages call a tensor: by its file and its name there, where it is in one."""
     return tensors.in_file(name) if isinstance(tensors, TensorFiles) else name
 
@@ -589,7 +589,7 @@ def planned_parts(plan: LayerPlan) -> list[str]:
     return [name for name, size in zip(RUN_TIME_PARTS, sizes, strict=True) if size]
 
 
-def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeParts:
+def read_parts(tensors: Mapping[str, Tensor], plan: LayerPlan) -> RunTimeParts:
     """Reads the run-time parts of a planned layer; ValueError names a tensor that is missing or wrong."""
     planned, suffixes = plan.parts, planned_parts(plan)
     for suffix in suffixes:
@@ -611,7 +611,7 @@ def read_parts(tensors: Mapping[str, torch.Tensor], plan: LayerPlan) -> RunTimeP
     return parts
 
 
-def read_buffers(tensors: Mapping[str, torch.Tensor], plan: LayerPlan, model: nn.Module) -> dict[str, torch.Tensor]:
+def read_buffers(tensors: Mapping[str, Tensor], plan: LayerPlan, model: nn.Module) -> dict[str, Tensor]:
     """Reads the buffers of a planned layer's module, by their full names; raises as `read_layer` and `read_parts`.
 
     `model` has that module already: of a convolution it says the shape of the codes, which files hold as a matrix.

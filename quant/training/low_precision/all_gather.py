@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_map, tree_map_only
 
@@ -35,12 +35,12 @@ _KEEPS_CLASS = {
 """Operations by which FSDP2 shards, pads and moves parameters."""
 
 
-class ShardInFP8(torch.Tensor):
+class ShardInFP8(Tensor):
     """A weight `[out, in]`, or a shard of one, that FSDP2 gathers as E4M3 codes and scales of 128×128 squares."""
 
     @staticmethod
-    def __new__(cls, tensor: torch.Tensor) -> ShardInFP8:
-        return torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, tensor: Tensor) -> ShardInFP8:
+        return Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
             strides=tensor.stride(),
@@ -51,7 +51,7 @@ class ShardInFP8(torch.Tensor):
             requires_grad=tensor.requires_grad,
         )
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     @classmethod
@@ -67,7 +67,7 @@ class ShardInFP8(torch.Tensor):
         return ["tensor"], None
 
     @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], context: None, size: Any, stride: Any) -> ShardInFP8:
+    def __tensor_unflatten__(tensors: dict[str, Tensor], context: None, size: Any, stride: Any) -> ShardInFP8:
         return ShardInFP8(tensors["tensor"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -75,7 +75,7 @@ class ShardInFP8(torch.Tensor):
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: torch.Size, outer_stride: Any, module: nn.Module, policy: Any
-    ) -> tuple[tuple[torch.Tensor, ...], None]:
+    ) -> tuple[tuple[Tensor, ...], None]:
         """Returns the tensors that this rank sends; the size of the whole decides, so that all ranks send alike."""
         shard = self.tensor.to(policy.param_dtype or self.dtype)
         if outer_size[0] % (mesh.size() * BLOCK) or outer_size[1] % BLOCK:
@@ -92,7 +92,7 @@ class ShardInFP8(torch.Tensor):
         return (codes.contiguous().view(torch.uint8), scale.contiguous()), None
 
     def fsdp_post_all_gather(
-        self, gathered: tuple[torch.Tensor, ...], metadata: None, dtype: torch.dtype, *, out: torch.Tensor | None = None
+        self, gathered: tuple[Tensor, ...], metadata: None, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
         """Returns the whole weight in `dtype`; with `out`, a weight that was gathered before, in its memory."""
         if len(gathered) == 1:
@@ -114,7 +114,7 @@ class ShardInFP8(torch.Tensor):
 
 
 def _sharded(x: Any) -> Any:
-    return ShardInFP8(x) if isinstance(x, torch.Tensor) and not isinstance(x, ShardInFP8) else x
+    return ShardInFP8(x) if isinstance(x, Tensor) and not isinstance(x, ShardInFP8) else x
 
 
 def check_gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:
@@ -137,7 +137,7 @@ def set_gather(model: nn.Module, *, in_fp8: bool) -> None:
 
     Layers get new parameters for their weights, one for each that was: tied weights stay tied.
     """
-    parameters: dict[torch.Tensor, nn.Parameter] = {}
+    parameters: dict[Tensor, nn.Parameter] = {}
     for module in model.modules():
         if isinstance(module, LowPrecisionLinear):
             held, data = module.weight, module.weight.data

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, known_names, require
 from quant.calibration.attention_names import configs_of, implementations_kept, text_config
@@ -102,8 +102,8 @@ def attend_in_16bit(model: nn.Module) -> None:
 
 
 def _attend(
-    module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, **keywords: Any
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **keywords: Any
+) -> tuple[Tensor, None]:
     """Attends, as the function that transformers calls with q `[batch, heads, new, dim]`."""
     call = AttentionCall.of(module, keywords)
     dropout = (keywords.get("dropout") or None) if module.training else None

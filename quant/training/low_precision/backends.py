@@ -33,7 +33,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import pad
 
@@ -76,7 +76,7 @@ class Backend:
     products: Callable[[], Any] | None = None  # makes the products of a layer; None emulates them
 
 
-def choose_backend(backend: str, recipe: TrainingRecipe, parameter: torch.Tensor) -> Backend:
+def choose_backend(backend: str, recipe: TrainingRecipe, parameter: Tensor) -> Backend:
     """Returns the backend that runs a recipe where a parameter of the model is; "auto" takes the fastest installed one.
 
     Raises:
@@ -126,7 +126,7 @@ def _backend(name: str, recipe: TrainingRecipe) -> Backend:
     return Backend(name, note, lambda: TEProducts(recipe))
 
 
-def is_too_small(backend: str, weights: Sequence[torch.Tensor]) -> bool:
+def is_too_small(backend: str, weights: Sequence[Tensor]) -> bool:
     """Returns whether a layer is known to take no less time in a backend than in 16 bit; only `native` was measured.
 
     `weights` `[out, in]` are those of all layers that share its input, its own included: they are one layer here.
@@ -158,7 +158,7 @@ def _knows(name: str, recipe: TrainingRecipe) -> bool:
 # Each returns why a backend does not run a recipe where a parameter is; None where it does.
 
 
-def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
+def _native_refusal(recipe: TrainingRecipe, parameter: Tensor) -> str | None:
     if not _knows("native", recipe):
         return "it has fp8_block and fp8_rowwise alone"
     if is_rowwise(recipe):
@@ -168,7 +168,7 @@ def _native_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | No
     return None if runs else _no_fp8(parameter) or f"products of FP8 {needs}"
 
 
-def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
+def _torchao_refusal(recipe: TrainingRecipe, parameter: Tensor) -> str | None:
     if not _knows("torchao", recipe):
         return _needs_blackwell(recipe) or f"torchao has no recipe like it; it has {', '.join(TORCHAO)}"
     if (refusal := _no_fp8(parameter)) is not None:
@@ -179,7 +179,7 @@ def _torchao_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | N
     return None
 
 
-def _te_refusal(recipe: TrainingRecipe, parameter: torch.Tensor) -> str | None:
+def _te_refusal(recipe: TrainingRecipe, parameter: Tensor) -> str | None:
     # The GPU decides here, before anything of Transformer Engine is called: its quantizer of MXFP8 gives unwritten
     # memory on a GPU that has no MXFP8, and no error.
     if not _knows("te", recipe):
@@ -200,7 +200,7 @@ def _needs_blackwell(recipe: TrainingRecipe) -> str | None:
     return f"no GPU before Blackwell (compute capability 10.0) has the products of {recipe.name}"
 
 
-def _no_fp8(parameter: torch.Tensor) -> str | None:
+def _no_fp8(parameter: Tensor) -> str | None:
     return None if parameter.is_cuda else f"a {parameter.device.type} has no FP8 products; an H100 or newer has"
 
 
@@ -225,7 +225,7 @@ class TorchaoProducts:
         self.config, self.settings = config, settings
         self.is_tensorwise = TORCHAO[recipe] == "tensorwise"
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, state: LowPrecision, whole: Tensor) -> Tensor:
         """Computes the product of a layer in training, and records the largest magnitude of `whole`.
 
         Under tensor parallelism `x` and `weight` are shards. One scale of a whole tensor is common to all of them, but
@@ -259,7 +259,7 @@ class TEProducts:
         return {"recipe": self.recipe, "_linear": None}  # a copy makes its own
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, state: LowPrecision, whole: Tensor) -> Tensor:
         """Computes the product of a layer in training; the largest magnitude of x is recorded if deployment needs it.
 
         `x` is `whole`, or this rank's shard of it, which Transformer Engine scales by itself.
@@ -277,13 +277,13 @@ class TEProducts:
         with context(self.recipe):
             module = self._module(weight, state)
             # Rows of zeros change no sum and no largest magnitude.
-            y: torch.Tensor = module(pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else module(rows)
+            y: Tensor = module(pad(rows, (0, 0, 0, missing)))[: len(rows)] if missing else module(rows)
         if self.recipe.input is not None and self.recipe.input.is_static and not self.recipe.history:
             # Current scaling measures the input in a kernel that keeps its result to itself.
             state.record_input(whole)
         return y.reshape(*x.shape[:-1], -1)
 
-    def _module(self, weight: torch.Tensor, state: LowPrecision) -> Any:
+    def _module(self, weight: Tensor, state: LowPrecision) -> Any:
         if self._linear is None:
             engine = require("transformer_engine.pytorch", "te")
             rows, columns = weight.shape
@@ -307,14 +307,14 @@ class _EngineHistory(AmaxHistory):
             self.values = history.values
 
     @property
-    def values(self) -> torch.Tensor:
+    def values(self) -> Tensor:
         """As `AmaxHistory` has it. The engine has its newest step last, zeros for none, and the step at work first."""
         history = self._state.amax_history[:, self._index]
         recorded = torch.cat([history[1:].flip(0), history[:1]])
         return torch.where(recorded > 0, recorded, -1.0)
 
     @values.setter
-    def values(self, values: torch.Tensor) -> None:
+    def values(self, values: Tensor) -> None:
         state = self._state
         values = values.clamp(min=0.0).to(state.amax_history.device)
         state.amax_history[:, self._index] = torch.cat([values[-1:], values[:-1].flip(0)])
@@ -425,9 +425,7 @@ class GroupedProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor, state: LowPrecision, in_fp8: bool
-    ) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor, state: LowPrecision, in_fp8: bool) -> Tensor:
         recipe = state.recipe
         in_rows = has_rows(recipe)
         products = _RowProducts(offsets, in_fp8) if in_rows else _BlockProducts(offsets)
@@ -445,7 +443,7 @@ class GroupedProducts(torch.autograd.Function):
         return products.y(rows, weight, recipe.weight, x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *x = ctx.saved_tensors
         state, products, recipe, dx, dw = ctx.state, ctx.products, ctx.state.recipe, None, None
         dy = dy.contiguous()  # as a grouped product that is not rounded takes it
@@ -468,29 +466,29 @@ class GroupedProducts(torch.autograd.Function):
         return dx, dw, None, None, None
 
 
-_Rounded = Sequence[torch.Tensor]  # codes, or values, and their scales
+_Rounded = Sequence[Tensor]  # codes, or values, and their scales
 
 
 @dataclass(frozen=True, eq=False)
 class _RowProducts:
     """Products of operands with a scale for each row."""
 
-    offsets: torch.Tensor  # the row after the last of each expert
+    offsets: Tensor  # the row after the last of each expert
     in_fp8: bool  # whether FP8 tensor cores multiply
 
-    def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
+    def rows(self, x: Tensor, format: Format) -> _Rounded:
         """Rounds each row of `x` `[rows, columns]`."""
         return torch.ops.quant.e4m3_rows(x)
 
-    def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
+    def columns(self, x: Tensor, format: Format) -> _Rounded:
         """Rounds each column of `x` `[rows, columns]` within the rows of an expert; codes are transposed."""
         return torch.ops.quant.e4m3_columns(x, self.offsets, False, None)
 
-    def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def y(self, x: _Rounded, weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
         codes, scale = torch.ops.quant.e4m3_rows(weight.flatten(0, 1))
         return self._product(x, (codes.view(weight.shape), scale.view(weight.shape[:2])), dtype, is_forward=True)
 
-    def dx(self, dy: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def dx(self, dy: _Rounded, weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
         experts, outputs, inputs = weight.shape
         ends = torch.arange(1, experts + 1, dtype=torch.int32, device=weight.device) * outputs
         scale = None
@@ -500,12 +498,12 @@ class _RowProducts:
             scale = of_rows.view(experts, outputs).amax(1, keepdim=True).expand(-1, inputs).contiguous()
         return self._product(dy, torch.ops.quant.e4m3_columns(weight.flatten(0, 1), ends, True, scale), dtype)
 
-    def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> torch.Tensor:
+    def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> Tensor:
         return self._product(dy, x, dtype)
 
-    def _product(self, a: _Rounded, b: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> torch.Tensor:
+    def _product(self, a: _Rounded, b: _Rounded, dtype: torch.dtype, is_forward: bool = False) -> Tensor:
         ops = torch.ops.quant
-        y: torch.Tensor
+        y: Tensor
         if self.in_fp8 and len(self.offsets) == 1:
             # A product of its own, whose sums have all bits in the backward pass at no cost.
             (codes, scale), (other, other_scale) = a, b
@@ -520,35 +518,35 @@ class _RowProducts:
 class _BlockProducts:
     """Products of operands in blocks, by BF16 tensor cores."""
 
-    offsets: torch.Tensor  # the row after the last of each expert
+    offsets: Tensor  # the row after the last of each expert
 
-    def rows(self, x: torch.Tensor, format: Format) -> _Rounded:
+    def rows(self, x: Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the columns."""
         return torch.ops.quant.e4m3_blocks(x, *format.block, x.dtype)
 
-    def columns(self, x: torch.Tensor, format: Format) -> _Rounded:
+    def columns(self, x: Tensor, format: Format) -> _Rounded:
         """Rounds `x` `[rows, columns]` in blocks along the rows."""
         return torch.ops.quant.e4m3_blocks(x, *format.block[::-1], x.dtype)
 
-    def y(self, x: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def y(self, x: _Rounded, weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
         matrices = _rounded_stack(weight, *format.block, dtype)
         return functional.grouped_mm(x[0], matrices.transpose(1, 2), offs=self.offsets)
 
-    def dx(self, dy: _Rounded, weight: torch.Tensor, format: Format, dtype: torch.dtype) -> torch.Tensor:
+    def dx(self, dy: _Rounded, weight: Tensor, format: Format, dtype: torch.dtype) -> Tensor:
         # The sum is over the outputs.
         return functional.grouped_mm(dy[0], _rounded_stack(weight, *format.block[::-1], dtype), offs=self.offsets)
 
-    def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> torch.Tensor:
+    def dw(self, dy: _Rounded, x: _Rounded, dtype: torch.dtype) -> Tensor:
         return functional.grouped_mm(dy[0].t(), x[0], offs=self.offsets)
 
 
-def _rounded_stack(weight: torch.Tensor, height: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+def _rounded_stack(weight: Tensor, height: int, width: int, dtype: torch.dtype) -> Tensor:
     """Rounds matrices `[experts, out, in]` in blocks."""
     rows = weight.shape[1]
     # Zeros keep a block from reaching into the next expert.
     missing = -rows % height
     filled = functional.pad(weight, (0, 0, 0, missing)) if missing else weight
-    values: torch.Tensor = torch.ops.quant.e4m3_blocks(filled.flatten(0, 1), height, width, dtype)[0]
+    values: Tensor = torch.ops.quant.e4m3_blocks(filled.flatten(0, 1), height, width, dtype)[0]
     values = values.view(filled.shape)
     # A grouped product takes matrices that lie one after another.
     return values[:, :rows].contiguous() if missing else values
@@ -559,12 +557,12 @@ class RowProducts:
 
     # On an H100, torch.compile of torch 2.11 gave zeros as gradients of x and w in one graph, on a CPU the right ones.
     @torch.compiler.disable(reason="FP8 rows by native run as they are; torchao has them in one graph")  # type: ignore[untyped-decorator]
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, state: LowPrecision, whole: Tensor) -> Tensor:
         """Computes the product; each row has a scale of its own, so that shards of `whole` need nothing of it."""
         rows = x.reshape(-1, x.shape[-1])
         # Tensor cores sum over multiples of 16, in dw over tokens. Zeros change no largest magnitude and no sum.
         missing = -len(rows) % block_of_tokens(state.recipe)
         filled = pad(rows, (0, 0, 0, missing)) if missing else rows
         end = torch.full((1,), len(filled), dtype=torch.int32, device=x.device)
-        y: torch.Tensor = GroupedProducts.apply(filled, weight[None], end, state, True)  # type: ignore[no-untyped-call]
+        y: Tensor = GroupedProducts.apply(filled, weight[None], end, state, True)  # type: ignore[no-untyped-call]
         return (y[: len(rows)] if missing else y).reshape(*x.shape[:-1], -1)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, require
 from quant.base.torch_modes import in_own_modes
@@ -85,7 +85,7 @@ class LowPrecisionTraining:
         """Gives the model's layers their plain class again, in 16 bit; weights stay as trained."""
         to_plain_layers(self.model)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Returns the histories of largest magnitudes for a checkpoint; the model's own keys stay as in plain layers.
 
         And, in bytes, which plain weights do not show: the recipe's name, and the dtype in which each weight trained,
@@ -106,7 +106,7 @@ class LowPrecisionTraining:
             for operand, history in state.amax.items()
         }
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Goes on with the histories of a checkpoint; UserError for those of other layers or of another recipe."""
         saved = state.get(_RECIPE)
         own_names = self._names_of_recipes()

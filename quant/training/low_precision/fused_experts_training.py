@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.formats.tensor import BlockScaledTensor
@@ -84,8 +84,8 @@ class LowPrecisionStack(ExpertStack):
         self.stacking = stacking_of_experts(owner, parameter)
         self.low_precision = LowPrecision(name, recipe, [self])
         self._matrices: Any = None
-        self._weight_amax: torch.Tensor | None = None
-        self._largest_input: torch.Tensor | None = None
+        self._weight_amax: Tensor | None = None
+        self._largest_input: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         # Views and results of one pass are no part of a copy.
@@ -96,7 +96,7 @@ class LowPrecisionStack(ExpertStack):
         register()  # in a process that has not converted a model itself
 
     @property
-    def held(self) -> torch.Tensor:
+    def held(self) -> Tensor:
         """The parameter in the owner; with an adapter of PEFT, while the owner runs, their sum."""
         return getattr(self.owner, self.parameter_name)
 
@@ -105,7 +105,7 @@ class LowPrecisionStack(ExpertStack):
         return bool(self.owner.training)  # type: ignore[union-attr]
 
     @property
-    def weight(self) -> torch.Tensor:
+    def weight(self) -> Tensor:
         """The matrices `[experts, out, in]`."""
         return self.stacking.matrices(self.held)
 
@@ -125,7 +125,7 @@ class LowPrecisionStack(ExpertStack):
         finally:
             self._matrices = self._weight_amax = self._largest_input = None
 
-    def product(self, x: torch.Tensor, index: int) -> torch.Tensor:
+    def product(self, x: Tensor, index: int) -> Tensor:
         """Maps `[tokens, in]` to `[tokens, out]` through expert `index`."""
         state = self.low_precision
         x = x.to(autocast_dtype(x) or x.dtype)
@@ -146,7 +146,7 @@ class LowPrecisionStack(ExpertStack):
                 return state.products(x, self._matrices[index], state, x)
         return RoundedProducts.apply(x, self._matrices[index], x_amax, w_amax, state)  # type: ignore[no-untyped-call]
 
-    def grouped(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    def grouped(self, x: Tensor, offsets: Tensor) -> Tensor:
         """Maps `[rows, in]`, sorted by expert, to `[rows, out]`, its outputs in the order of the parameter's rows."""
         # Read once: with an adapter on it, each reading adds the two.
         state, matrices = self.low_precision, self.weight
@@ -156,7 +156,7 @@ class LowPrecisionStack(ExpertStack):
         y = GroupedProducts.apply(x, matrices, offsets, state, self.in_fp8)  # type: ignore[no-untyped-call]
         return self.stacking.outputs(y)
 
-    def dense(self, index: int) -> torch.Tensor:
+    def dense(self, index: int) -> Tensor:
         """Returns the matrix `[out, in]` of one expert, not rounded."""
         return self.weight[index]
 
@@ -199,8 +199,8 @@ class _Projections:
 
 
 def low_precision_experts_forward(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
     """Runs a transformers experts module, `[tokens, hidden]` to the same; without stacks it runs plainly."""
     stacks: dict[str, LowPrecisionStack] = getattr(self, _STACKS, {})
     inputs = hidden_states, top_k_index, top_k_weights
@@ -219,8 +219,8 @@ def low_precision_experts_forward(
 
 
 def _trained_forward(
-    self: Any, stacks: dict[str, LowPrecisionStack], hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+    self: Any, stacks: dict[str, LowPrecisionStack], hidden: Tensor, index: Tensor, weights: Tensor
+) -> Tensor:
     """Runs an experts module with the recipe's products: in groups where they can be, else one expert at a time."""
     first, down = (stacks.get(name) for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj"))
     # Where one projection stays in 16 bit, experts run one by one.
@@ -236,7 +236,7 @@ def takes_experts(module: Any, recipe: TrainingRecipe) -> bool:
     return is_plain and takes_recipe(recipe)
 
 
-def takes(module: Any, x: torch.Tensor, recipe: TrainingRecipe) -> bool:
+def takes(module: Any, x: Tensor, recipe: TrainingRecipe) -> bool:
     """Returns whether the experts of a transformers module are multiplied in groups where `x` `[tokens, in]` is."""
     dtype = autocast_dtype(x) or x.dtype
     # FP16 does not hold the operands, and PyTorch multiplies groups in FP32 one after another.
@@ -251,13 +251,13 @@ def takes(module: Any, x: torch.Tensor, recipe: TrainingRecipe) -> bool:
 class Groups:
     """The rows of a grouped product."""
 
-    positions: torch.Tensor  # the row of each token and slot, int64 `[tokens · k]`; zeros for slots of no expert
-    slots: torch.Tensor  # the token and slot of each row, int64 `[rows]`; tokens · k for a row of zeros
-    offsets: torch.Tensor  # the row after the last of each expert, int32 `[experts]`; the last one's are all others
-    is_empty: torch.Tensor  # whether a row is one of zeros, `[rows, 1]`
+    positions: Tensor  # the row of each token and slot, int64 `[tokens · k]`; zeros for slots of no expert
+    slots: Tensor  # the token and slot of each row, int64 `[rows]`; tokens · k for a row of zeros
+    offsets: Tensor  # the row after the last of each expert, int32 `[experts]`; the last one's are all others
+    is_empty: Tensor  # whether a row is one of zeros, `[rows, 1]`
 
 
-def group_by_expert(index: torch.Tensor, experts: int, block: int) -> Groups:
+def group_by_expert(index: Tensor, experts: int, block: int) -> Groups:
     """Returns the rows for a router's choice `[tokens, k]`; each expert has a multiple of `block`, and at least one.
 
     An expert without tokens has a block of zeros, whose product writes the zeros of its weight gradient.
@@ -285,14 +285,14 @@ class SpreadRows(torch.autograd.Function):
     """Copies tokens `[tokens, columns]` to the rows of their experts, `[rows, columns]`, among zeros."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         ctx.save_for_backward(positions)
         ctx.tokens = len(x)
         # A row of zeros follows the tokens, and rows without a token read that.
         return functional.pad(x, (0, 0, 0, 1)).index_select(0, slots // (len(positions) // len(x)))
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # Each slot reads its own row, so the sum has the same order at every call, unlike a sum by `index_add_`.
         return torch.ops.quant.weigh_rows(dy, *ctx.saved_tensors, None, ctx.tokens, dy.dtype), None, None
 
@@ -301,20 +301,16 @@ class WeighRows(torch.autograd.Function):
     """Sums the rows of each token's experts by the router's weights: `[rows, columns]` to `[tokens, columns]`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, weights: torch.Tensor, positions: Any, slots: Any, dtype: torch.dtype
-    ) -> torch.Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, positions: Any, slots: Any, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(rows, positions, slots, weights)
         return torch.ops.quant.weigh_rows(rows, positions, weights, len(weights), dtype)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         return *torch.ops.quant.weigh_rows_backward(dy, *ctx.saved_tensors), None, None, None
 
 
-def grouped_experts(
-    module: Any, first: Any, down: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
-) -> torch.Tensor:
+def grouped_experts(module: Any, first: Any, down: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     """Runs a transformers experts module by grouped products, `[tokens, hidden]` to the same.
 
     Between the products, PyTorch's operations would take as long as these: SwiGLU and the weighted sum are one kernel
@@ -347,12 +343,12 @@ class SwiGLU(torch.autograd.Function):
     """silu(gate) · up of `[rows, 2 · columns]`; nothing but the argument is kept for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, both: Tensor) -> Tensor:
         ctx.save_for_backward(both)
         return torch.ops.quant.swiglu(both)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         return torch.ops.quant.swiglu_backward(dy, *ctx.saved_tensors)
 
 

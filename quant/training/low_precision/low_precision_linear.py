@@ -11,7 +11,7 @@ static input scale of the steps so far: the loss that a training loop evaluates 
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.base.errors import UserError
@@ -28,20 +28,20 @@ class LowPrecisionLinear(nn.Linear):
     low_precision: LowPrecision
 
     @property
-    def held(self) -> torch.Tensor:
+    def held(self) -> Tensor:
         return self.weight
 
     @property
     def trains(self) -> bool:
         return self.training
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         """Maps `[..., in]` to `[..., out]`, in the dtype of `input`, or autocast's."""
         # The backward pass of delayed scaling changes a history, which no compiled graph can.
         return _outside_graphs(self, input) if self.low_precision.recipe.history else _forward(self, input)
 
 
-def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+def _forward(layer: LowPrecisionLinear, x: Tensor) -> Tensor:
     # Autocast would give each layer another tensor, and hide that q, k and v read the same one.
     merged = merged_product(layer, x) if layer.training and x.numel() else None
     x = cast(x, autocast_dtype(x) or x.dtype)
@@ -56,18 +56,18 @@ def _forward(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
         return _trained_on_shards(layer, x, bias)
     if layer.training:
         return _trained(layer, x, bias)
-    y: torch.Tensor = _deployed(layer, x)
+    y: Tensor = _deployed(layer, x)
     if not torch.is_grad_enabled():
         return y
     return ValueOf.apply(_trained(layer, x, bias), y)  # type: ignore[no-untyped-call]
 
 
-def _trained(layer: LowPrecisionLinear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _trained(layer: LowPrecisionLinear, x: Tensor, bias: Tensor | None) -> Tensor:
     y = _product(layer, x, layer.weight, x)
     return y if bias is None else y + bias
 
 
-def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Tensor:
+def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> Tensor:
     """Computes `_trained` under tensor parallelism: each rank multiplies by its shard of the weight, a DTensor.
 
     Shards of outputs (colwise) give shards of y, shards of inputs (rowwise) give summands of it. Blocks lie on one rank
@@ -95,10 +95,10 @@ def _trained_on_shards(layer: LowPrecisionLinear, x: Any, bias: Any) -> torch.Te
     return y if bias is None else (y if by_outputs else y.redistribute(placements=[Replicate()])) + bias
 
 
-def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+def _product(layer: LowPrecisionLinear, x: Tensor, weight: Tensor, whole: Tensor) -> Tensor:
     """Computes x wᵀ as the recipe rounds it; `whole` is x of all ranks, whose largest magnitude counts."""
     state = layer.low_precision
-    y: torch.Tensor
+    y: Tensor
     if layer.training:
         state.note_weight(layer.weight)
     # A schedule that ends the forward's rounding is ours alone, and so are gradients in eval mode.
@@ -119,13 +119,13 @@ def _product(layer: LowPrecisionLinear, x: torch.Tensor, weight: torch.Tensor, w
     reason="delayed scaling changes a history in the backward pass: compile without fullgraph=True, or train in "
     "fp8_tensorwise"
 )
-def _outside_graphs(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+def _outside_graphs(layer: LowPrecisionLinear, x: Tensor) -> Tensor:
     return _forward(layer, x)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
-def _deployed(layer: LowPrecisionLinear, x: torch.Tensor) -> torch.Tensor:
+def _deployed(layer: LowPrecisionLinear, x: Tensor) -> Tensor:
     return deployed_layer(layer, layer.low_precision, x)(x)
 
 
@@ -133,11 +133,11 @@ class ValueOf(torch.autograd.Function):
     """The gradient of `y` with another value: a deployed layer's product is trained by the recipe's gradients."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, y: Tensor, value: Tensor) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         return dy, None
 
 
@@ -149,13 +149,8 @@ class RoundedProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        x_amax: torch.Tensor | None,
-        w_amax: torch.Tensor | None,
-        state: LowPrecision,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, x_amax: Tensor | None, w_amax: Tensor | None, state: LowPrecision
+    ) -> Tensor:
         ctx.state, ctx.shape = state, x.shape
         ctx.x_amax, ctx.w_amax = x_amax, w_amax
         rows = x.reshape(-1, x.shape[-1])
@@ -170,7 +165,7 @@ class RoundedProducts(torch.autograd.Function):
         return multiply(a, b, x.dtype).reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (rows, weight), state = ctx.saved_tensors, ctx.state
         flat = dy.reshape(-1, dy.shape[-1])
         state.note_gradient(flat)

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from quant.training.low_precision.state import LowPrecision, is_distributed
 from quant.training.low_precision.training_recipe import Arithmetic, TrainingRecipe
 
-_Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 ORIGIN = "_quant_rms_norm"  # attribute of a norm's output: its `NormInput`
 
 
@@ -35,13 +36,13 @@ def scale_rule(recipe: TrainingRecipe) -> str:
 class NormInput(NamedTuple):
     """The tensors that an RMSNorm's output was computed from, and the dtypes that it was rounded to."""
 
-    x: torch.Tensor  # `[..., columns]`, the input of the norm
-    factor: torch.Tensor  # `[columns]`, by which normalized values are multiplied
+    x: Tensor  # `[..., columns]`, the input of the norm
+    factor: Tensor  # `[columns]`, by which normalized values are multiplied
     eps: float  # added to the mean of squares
     normalized: torch.dtype  # of the normalized values before they are multiplied; float32 rounds nothing
     dtype: torch.dtype  # of the output
 
-    def operands(self, rule: str, columns: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def operands(self, rule: str, columns: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the output in FP8 blocks, for sums over its columns and, with `columns`, over its rows."""
         rows = self.x.reshape(-1, self.x.shape[-1])
         # As models write it: the compiler then finds that the gradient needs the same numbers.
@@ -50,12 +51,12 @@ class NormInput(NamedTuple):
         return torch.ops.quant.fp8_block_rms_norm(rows, rstd, *options)
 
 
-def origin_of(x: torch.Tensor) -> NormInput | None:
+def origin_of(x: Tensor) -> NormInput | None:
     """Returns the origin of a tensor that is the output of an RMSNorm in a compiled graph; None of another tensor."""
     return getattr(x, ORIGIN, None) if torch.compiler.is_compiling() else None
 
 
-def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts a tensor, as autocast does before a linear layer; the output of an RMSNorm keeps its origin."""
     if x.dtype is dtype:
         return x
@@ -81,11 +82,11 @@ class NativeProducts:
     def __getstate__(self) -> dict[str, Any]:
         return {"rule": self.rule, "_latest": None, "pending": None}
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor, state: LowPrecision, whole: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: Tensor, weight: Tensor, state: LowPrecision, whole: Tensor) -> Tensor:
         """Computes the product; blocks have scales of their own, so that shards of `whole` need nothing of it."""
         return _BlockProducts.apply(x, weight, self, state, origin_of(x))  # type: ignore[no-untyped-call]
 
-    def operands(self, x: torch.Tensor, is_trained: bool, origin: NormInput | None) -> _Operands:
+    def operands(self, x: Tensor, is_trained: bool, origin: NormInput | None) -> _Operands:
         """Returns the operands of an input `[..., columns]`, with the transposed ones if its weight is trained.
 
         An input that is the output of an RMSNorm is quantized from its origin; nothing then reads its own values.
@@ -109,28 +110,22 @@ class NativeProducts:
         self._latest = weakref.ref(x, forget), x._version, is_trained, operands
         return operands
 
-    def quantize(self, x: torch.Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
+    def quantize(self, x: Tensor, square: bool = False, rows: bool = True, columns: bool = True) -> _Operands:
         """Quantizes `x` `[R, C]` in blocks of 1×128, or squares, for sums over its columns, its rows, or both."""
         return torch.ops.quant.fp8_block_operands(x, self.rule, square, rows, columns)
 
-    def quantize_stacked(
-        self, weights: Sequence[torch.Tensor], rows: bool = True, columns: bool = True
-    ) -> list[torch.Tensor]:
+    def quantize_stacked(self, weights: Sequence[Tensor], rows: bool = True, columns: bool = True) -> list[Tensor]:
         """Quantizes weights `[out, in]` with the same inputs, for y of each and for the sum of their dx.
 
         Returns codes and scale of each, and the transposed ones of all outputs, one weight after another.
         """
         return torch.ops.quant.fp8_block_stacked(weights, self.rule, rows, columns)
 
-    def transposed(
-        self, weight: torch.Tensor, codes_t: torch.Tensor, scale_t: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def transposed(self, weight: Tensor, codes_t: Tensor, scale_t: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the transposed operand of a weight, which is made unless the forward pass has kept it."""
         return (codes_t, scale_t) if codes_t.numel() else self.quantize(weight, square=True, rows=False)[2:]
 
-    def weight_gradient(
-        self, dy: _Operands, codes_t: torch.Tensor, scale_t: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
+    def weight_gradient(self, dy: _Operands, codes_t: Tensor, scale_t: Tensor, weight: Tensor) -> Tensor:
         """Computes dw = dyᵀ x in the shape and dtype of `weight`, from operands of dy and transposed ones of x."""
         # The sum over the tokens is in FP32 either way; a BF16 weight's gradient is rounded once at its end.
         dtype = weight.dtype if weight.dtype is torch.bfloat16 else torch.float32
@@ -143,13 +138,8 @@ class _BlockProducts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        native: NativeProducts,
-        state: LowPrecision,
-        origin: NormInput | None,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, weight: Tensor, native: NativeProducts, state: LowPrecision, origin: NormInput | None
+    ) -> Tensor:
         ctx.native, ctx.state, ctx.shape, ctx.dtype = native, state, x.shape, x.dtype
         codes, scale, codes_t, scale_t = native.operands(x, weight.requires_grad, origin)
         state.note_input(scale)
@@ -161,7 +151,7 @@ class _BlockProducts(torch.autograd.Function):
         return unpadded(y, tokens, weight.shape[0]).reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes_t, scale_t, weight, *w_transposed = ctx.saved_tensors
         native, product = ctx.native, torch.ops.quant.fp8_block_product
         for_x, for_w = ctx.needs_input_grad[:2]
@@ -187,6 +177,6 @@ def keeps_codes(outputs: int, tokens: int) -> bool:
     return outputs <= tokens and not is_distributed()
 
 
-def unpadded(matrix: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def unpadded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     """Returns the matrix without the rows and columns that fill blocks."""
     return matrix if matrix.shape == (rows, columns) else matrix[:rows, :columns]

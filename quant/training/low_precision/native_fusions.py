@@ -38,7 +38,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from quant.kernels.base.custom_ops import autocast_dtype
@@ -63,14 +63,14 @@ from quant.training.low_precision.state import LowPrecision, is_distributed
 class _Pending:
     """Outputs of a group's layers that have not been called yet."""
 
-    x: torch.Tensor  # the input, before autocast
+    x: Tensor  # the input, before autocast
     mode: tuple[Any, ...]  # of the call: see `_mode`
     # By the position of a layer in its group: its weight, the weight's version, and the output.
-    outputs: dict[int, tuple[torch.Tensor, int, torch.Tensor]]
+    outputs: dict[int, tuple[Tensor, int, Tensor]]
     state: LowPrecision  # of the layer that computed them
 
 
-def merged_product(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
+def merged_product(layer: Any, x: Tensor) -> Tensor | None:
     """Returns x wᵀ of a layer in training, computed with the layers that are merged with it; None where none is.
 
     x is `[..., in]`, before autocast.
@@ -99,7 +99,7 @@ def merged_product(layer: Any, x: torch.Tensor) -> torch.Tensor | None:
     return y
 
 
-def _fetched(native: NativeProducts, position: int, weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor | None:
+def _fetched(native: NativeProducts, position: int, weight: Tensor, x: Tensor) -> Tensor | None:
     """Returns the output that the first layer of the group has computed for another one; None for another product."""
     pending: _Pending | None = native.pending
     if pending is None or pending.x is not x or pending.mode != _mode(x) or position not in pending.outputs:
@@ -113,16 +113,16 @@ def _fetched(native: NativeProducts, position: int, weight: torch.Tensor, x: tor
     return y
 
 
-def _mode(x: torch.Tensor) -> tuple[Any, ...]:
+def _mode(x: Tensor) -> tuple[Any, ...]:
     return torch.is_grad_enabled(), autocast_dtype(x), _version(x)
 
 
-def _version(x: torch.Tensor) -> int:
+def _version(x: Tensor) -> int:
     """Returns a number that changes when a tensor is changed in place; a compiler sees such changes itself."""
     return 0 if torch.compiler.is_compiling() else x._version
 
 
-def _is_alike(first: Any, member: Any, x: torch.Tensor) -> bool:
+def _is_alike(first: Any, member: Any, x: Tensor) -> bool:
     weight, state = member.weight, member.low_precision
     return (
         member.training
@@ -139,9 +139,7 @@ class _MergedProducts(torch.autograd.Function):
     """The products of layers with the same input, on operands in FP8 blocks."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, states: Any, origin: NormInput | None, *weights: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, states: Any, origin: NormInput | None, *weights: Tensor) -> tuple[Tensor, ...]:
         native: NativeProducts = states[0].products
         ctx.native, ctx.states, ctx.shape, ctx.dtype = native, states, x.shape, x.dtype
         tokens = x.numel() // x.shape[-1]
@@ -157,7 +155,7 @@ class _MergedProducts(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         codes_t, scale_t, w_codes_t, w_scale_t, *weights = ctx.saved_tensors
         native, ops = ctx.native, torch.ops.quant
         for_x, for_w = ctx.needs_input_grad[0], any(ctx.needs_input_grad[3:])
@@ -239,7 +237,7 @@ def _formula(module: nn.Module) -> _Formula | None:
     twin = copy.copy(module)
     vars(twin).update(normalized_shape=(columns,), _parameters={})
 
-    def values(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def values(dtype: torch.dtype) -> tuple[Tensor, Tensor, Any]:
         # Small rows, in which eps counts.
         size = torch.tensor([[1.0], [1e-3], [30.0], [0.0]], device="cpu")
         x, w = (torch.randn(rows, columns, generator=generator, device="cpu", dtype=torch.float32) for rows in (4, 1))
@@ -252,7 +250,7 @@ def _formula(module: nn.Module) -> _Formula | None:
         return x, w, y
 
     x, w, y = values(torch.float32)
-    if not isinstance(y, torch.Tensor) or y.shape != x.shape:
+    if not isinstance(y, Tensor) or y.shape != x.shape:
         return None
     own = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if own is not None and not isinstance(own, float):
@@ -262,11 +260,11 @@ def _formula(module: nn.Module) -> _Formula | None:
         if torch.allclose(y, expected, rtol=1e-5, atol=1e-7):
             x, w, y = values(torch.bfloat16)
             twice = (_normalized(x, own).bfloat16() * (offset + w.float())).bfloat16()
-            return _Formula(offset, own, torch.equal(y, twice)) if isinstance(y, torch.Tensor) else None
+            return _Formula(offset, own, torch.equal(y, twice)) if isinstance(y, Tensor) else None
     return None
 
 
-def _normalized(x: torch.Tensor, eps: float | None) -> torch.Tensor:
+def _normalized(x: Tensor, eps: float | None) -> Tensor:
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)
 
@@ -299,7 +297,7 @@ def _is_swiglu(module: nn.Module) -> bool:
         y = type(module).forward(SimpleNamespace(**{**vars(module), **module._modules, **stand_ins}), x)
     except Exception:  # a forward pass that needs more than these is another one
         return False
-    return isinstance(y, torch.Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-12)
+    return isinstance(y, Tensor) and y.shape == x.shape and torch.allclose(y, expected, rtol=1e-12)
 
 
 def _trains_natively(layer: Any) -> bool:
@@ -307,7 +305,7 @@ def _trains_natively(layer: Any) -> bool:
     return isinstance(products, NativeProducts) and layer.bias is None
 
 
-def _gated_mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+def _gated_mlp_forward(module: Any, x: Tensor) -> Tensor:
     """Maps `[..., hidden]` to `[..., hidden]`."""
     layers = [getattr(module, name) for name in _LAYERS]
     x_dtype = autocast_dtype(x) or x.dtype
@@ -332,14 +330,8 @@ class _GatedMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        gate: torch.Tensor,
-        up: torch.Tensor,
-        down: torch.Tensor,
-        states: Sequence[Any],
-        origin: NormInput | None,
-    ) -> torch.Tensor:
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, states: Sequence[Any], origin: NormInput | None
+    ) -> Tensor:
         native: NativeProducts = states[0].products
         ctx.native, ctx.states, ctx.shape = native, states, x.shape
         ops = torch.ops.quant
@@ -361,7 +353,7 @@ class _GatedMLP(torch.autograd.Function):
         return unpadded(y, tokens, down.shape[0]).reshape(*x.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         codes_t, scale_t, of_gate, of_up, gate, up, down, w_codes_t, w_scale_t, *down_t = ctx.saved_tensors
         native, ops = ctx.native, torch.ops.quant
         for_x, for_gate, for_up, for_down = ctx.needs_input_grad[:4]
@@ -393,7 +385,7 @@ class _GatedMLP(torch.autograd.Function):
         return dx, *gradients, d_down, None, None
 
 
-def _keeps_weights(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, tokens: int) -> tuple[bool, bool]:
+def _keeps_weights(gate: Tensor, up: Tensor, down: Tensor, tokens: int) -> tuple[bool, bool]:
     """Returns whether transposed codes of gate and up, and of down, stay in memory until the backward pass.
 
     16-bit training keeps silu(gate) · up, two bytes an element, which here is made again. The codes of the three

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -199,7 +199,7 @@ def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | Non
     return f"{broken[-1]}: its gradient holds NaN or infinity"
 
 
-def _overflowed(largest: torch.Tensor | None) -> bool:
+def _overflowed(largest: Tensor | None) -> bool:
     """Returns whether a largest magnitude is NaN or infinity; False where nobody looked."""
     return largest is not None and not bool(largest.isfinite())
 

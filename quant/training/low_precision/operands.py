@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quant.formats.format import E4M3, Format, Number
@@ -50,7 +51,7 @@ from quant.training.low_precision.training_recipe import NVFP4_SQUARE, RECIPES, 
 _GOLDEN = 0.6180339887498949
 
 
-def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tensor | None = None) -> torch.Tensor:
+def round_stochastically(steps: Tensor, number: Number, draws: Tensor | None = None) -> Tensor:
     """Rounds `steps`, float32, to neighbours on the grid of `number`, saturating.
 
     `draws` are uniform in [0, 1), of the shape of `steps`; None draws them.
@@ -63,7 +64,7 @@ def round_stochastically(steps: torch.Tensor, number: Number, draws: torch.Tenso
     return (torch.floor(magnitude / gap + draws) * gap).clamp(max=number.max).copysign(steps)
 
 
-def draws_of(like: torch.Tensor) -> torch.Tensor:
+def draws_of(like: Tensor) -> Tensor:
     """Returns draws, uniform in [0, 1), of the shape of a tensor and on its device."""
     draws = torch.rand(like.shape, device=like.device, dtype=torch.float32)
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -79,8 +80,8 @@ class Operand:
     """A rounded operand of a matrix product."""
 
     # element · block scale, `[rows, columns]`, float32 or BF16; the elements alone where `factor` holds the scales.
-    values: torch.Tensor
-    factor: torch.Tensor  # FP32, a scalar or `[rows, 1]`: multiplies the product
+    values: Tensor
+    factor: Tensor  # FP32, a scalar or `[rows, 1]`: multiplies the product
     # Whether BF16 holds the values. With FP32 scales of blocks it does not, unless these are powers of two.
     is_exact_in_bf16: bool
 
@@ -94,18 +95,13 @@ class Operand:
 class RoundedOperand(Operand):
     """An operand with its parts."""
 
-    elements: torch.Tensor  # before any scale, float32 `[rows, columns]`
-    scale: torch.Tensor  # decoded block scales, float32, as `Format.scale_shape` has them
+    elements: Tensor  # before any scale, float32 `[rows, columns]`
+    scale: Tensor  # decoded block scales, float32, as `Format.scale_shape` has them
     format: Format
 
 
 def operand_of(
-    x: torch.Tensor,
-    format: Format,
-    recipe: TrainingRecipe,
-    *,
-    stochastic: bool = False,
-    amax: torch.Tensor | None = None,
+    x: Tensor, format: Format, recipe: TrainingRecipe, *, stochastic: bool = False, amax: Tensor | None = None
 ) -> Operand:
     """Rounds `x` along its columns for a product.
 
@@ -121,12 +117,7 @@ def operand_of(
 
 
 def round_operand(
-    x: torch.Tensor,
-    format: Format,
-    recipe: TrainingRecipe,
-    *,
-    draws: torch.Tensor | None = None,
-    amax: torch.Tensor | None = None,
+    x: Tensor, format: Format, recipe: TrainingRecipe, *, draws: Tensor | None = None, amax: Tensor | None = None
 ) -> RoundedOperand:
     """Rounds `x` `[rows, columns]` along its columns, over which the product sums.
 
@@ -167,19 +158,17 @@ def round_operand(
     )
 
 
-def _blocked(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _blocked(x: Tensor, rows: int, columns: int) -> Tensor:
     """Returns a matrix in blocks, `[R, rows, C, columns]`; zeros fill the last ones, and change no amax and no sum."""
     padded = pad(x, (0, -x.shape[1] % columns, 0, -x.shape[0] % rows))
     return padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
 
 
-def _unblocked(blocks: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def _unblocked(blocks: Tensor, rows: int, columns: int) -> Tensor:
     return blocks.flatten(2).flatten(0, 1)[:rows, :columns]
 
 
-def _one_level(
-    blocks: torch.Tensor, amax: torch.Tensor, format: Format, recipe: TrainingRecipe
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _one_level(blocks: Tensor, amax: Tensor, format: Format, recipe: TrainingRecipe) -> tuple[Tensor, Tensor]:
     """Returns block scales for magnitudes `amax` in a format without a second level, and the blocks divided by them."""
     scale = divided(amax, format.element.max)
     if format.has_power_of_two_scales:
@@ -197,8 +186,8 @@ def _one_level(
 
 
 def _two_level(
-    blocks: torch.Tensor, amax: torch.Tensor, whole: torch.Tensor, format: Format, recipe: TrainingRecipe
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    blocks: Tensor, amax: Tensor, whole: Tensor, format: Format, recipe: TrainingRecipe
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns block scales, the blocks divided by them, and the tensor's scale; see the module docstring."""
     if recipe.arithmetic is Arithmetic.BLOCKSCALE or recipe.four_over_six:
         rule = "four_over_six" if recipe.four_over_six else "max"
@@ -215,7 +204,7 @@ def _two_level(
     return scale, blocks * torch.minimum(inverse, inverse.new_full((), _LARGEST_FLOAT)), second
 
 
-def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
+def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
     """Computes `a bᵀ`, `[rows of a, rows of b]`: exact products of the values, summed in FP32, times both factors.
 
     On a GPU the values go through BF16 tensor cores, which hold them exactly; on a CPU through FP32.
@@ -229,15 +218,13 @@ def multiply(a: Operand, b: Operand, dtype: torch.dtype) -> torch.Tensor:
     return (product * (a.factor * b.factor.t())).to(dtype)
 
 
-def float32_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def float32_product(a: Tensor, b: Tensor) -> Tensor:
     """Computes `a @ b` of float32 tensors, also where autocast would round them to BF16."""
     with nullcontext() if autocast_dtype(a) is None else torch.autocast(a.device.type, enabled=False):
         return a @ b
 
 
-def _nvfp4_reference(
-    x: torch.Tensor, amax: torch.Tensor, square: bool, draws: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_reference(x: Tensor, amax: Tensor, square: bool, draws: Tensor | None) -> tuple[Tensor, Tensor]:
     recipe = RECIPES["nvfp4"]
     format = NVFP4_SQUARE if square else recipe.input
     assert format is not None
@@ -245,13 +232,13 @@ def _nvfp4_reference(
     return operand.values.to(_dtype_of_values(x)).contiguous(), operand.factor
 
 
-def _nvfp4_on_gpu(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _nvfp4_on_gpu(*arguments: Any) -> tuple[Tensor, Tensor]:
     from quant.kernels.training.portable_fake_rounding import round_nvfp4_operand
 
     return round_nvfp4_operand(*arguments)
 
 
-def _dtype_of_values(x: torch.Tensor) -> torch.dtype:
+def _dtype_of_values(x: Tensor) -> torch.dtype:
     # As `multiply` takes them.
     return torch.bfloat16 if x.is_cuda else torch.float32
 
@@ -278,7 +265,7 @@ SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 
 
 @on_each_device
-def hadamard_matrix(size: int) -> torch.Tensor:
+def hadamard_matrix(size: int) -> Tensor:
     """Returns `diag(signs) H / sqrt(size)`, float32 `[size, size]`."""
     matrix = torch.ones(1, 1, device="cpu", dtype=torch.float32)
     while len(matrix) < size:  # Sylvester's construction
@@ -287,7 +274,7 @@ def hadamard_matrix(size: int) -> torch.Tensor:
     return signs[:, None] * matrix / size**0.5
 
 
-def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
+def transform_tokens(x: Tensor, size: int) -> Tensor:
     """Transforms each `size` consecutive tokens of `x` `[rows, tokens]`; a short last block counts zeros.
 
     The result is BF16, as in Transformer Engine's kernels: the transform happens in registers between the load of a
@@ -296,7 +283,7 @@ def transform_tokens(x: torch.Tensor, size: int) -> torch.Tensor:
     return torch.ops.quant.transform_tokens(x, size) if size else x
 
 
-def _transformed(x: torch.Tensor, size: int) -> torch.Tensor:
+def _transformed(x: Tensor, size: int) -> Tensor:
     # Both operands get the same zeros, which add nothing to a sum over tokens.
     blocks = pad(x, (0, -x.shape[1] % size)).bfloat16().unflatten(1, (-1, size))
     matrix = hadamard_matrix(x, size)

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from quant.base.errors import UserError
@@ -53,12 +53,12 @@ class AmaxHistory:
         # float32 `[steps]`, newest first; -1 where no step has been recorded.
         self.start(torch.full((steps,), -1.0, dtype=torch.float32))
 
-    def start(self, values: torch.Tensor) -> None:
+    def start(self, values: Tensor) -> None:
         """Goes on from values that all ranks have."""
         self.values = self.agreed = values
         self.latest = torch.full((), -1.0, dtype=torch.float32)  # the largest magnitude that this rank recorded since
 
-    def record(self, amax: torch.Tensor) -> None:
+    def record(self, amax: Tensor) -> None:
         """Takes in the largest magnitude of a step; NaN and infinity count as zero, or they would stay for good."""
         amax = torch.nan_to_num(amax.detach().float(), 0.0, 0.0).reshape(1)
         if is_distributed():
@@ -66,7 +66,7 @@ class AmaxHistory:
         # A new tensor and no index that moves: torch.compile would record a graph for each value of a Python number.
         self.values = torch.cat([amax, self.values.to(amax.device)[:-1]])
 
-    def largest(self, otherwise: torch.Tensor) -> torch.Tensor:
+    def largest(self, otherwise: Tensor) -> Tensor:
         """Returns the largest remembered magnitude, float32 scalar, or `otherwise` if there is none but zeros."""
         amax = self.values.to(otherwise.device).amax()
         return torch.where(amax <= 0, otherwise.float(), amax)
@@ -97,22 +97,22 @@ class LowPrecision:
     weight_dtype: torch.dtype | None = None
     # Scalars, the largest magnitude of x and dy, or of their scales, in the passes since the last step of an optimizer:
     # NaN or infinity if one of their numbers was; None where nobody looked.
-    largest_input: torch.Tensor | None = None
-    largest_gradient: torch.Tensor | None = None
+    largest_input: Tensor | None = None
+    largest_gradient: Tensor | None = None
     # Of another backend in place of the emulated ones: x, weight, this object, and x of all ranks, to y.
-    products: Callable[[torch.Tensor, torch.Tensor, LowPrecision, torch.Tensor], torch.Tensor] | None = None
+    products: Callable[[Tensor, Tensor, LowPrecision, Tensor], Tensor] | None = None
     deployed: Any = None  # the layer for evaluation, with the tensors that it was made from; see `deployed_layer`
 
     def __post_init__(self) -> None:
         steps = self.recipe.history or INPUT_HISTORY
         self.amax = {name: AmaxHistory(steps) for name in ("x", "w", "dy")}
-        self._scaled_by: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        self._scaled_by: tuple[Tensor | None, Tensor | None] = None, None
 
     def __getstate__(self) -> dict[str, Any]:
         # The deployed layer is made again when it is needed; its weight is not ours to copy or write.
         return {**vars(self), "deployed": None, "largest_input": None, "largest_gradient": None}
 
-    def scaled_by(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def scaled_by(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns the largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
 
         None where a format has no scale of a whole tensor. The histories take in this step's magnitudes, except while
@@ -137,19 +137,19 @@ class LowPrecision:
             self._scaled_by = x_amax, w_amax
         return x_amax, w_amax
 
-    def record_input(self, x: torch.Tensor) -> None:
+    def record_input(self, x: Tensor) -> None:
         """Takes in the largest magnitude of an input, except while gradient checkpointing runs the forward again."""
         if not is_in_backward():
             self.amax["x"].record(_amax(x.detach()))
 
-    def weight_amax(self) -> torch.Tensor:
+    def weight_amax(self) -> Tensor:
         """Returns the largest magnitude of the weights of the group, as they train, float32 scalar."""
         device = self.group[0].weight.device
         amax = group_amax([each.weight.detach().to(device) for each in self.group])
         # Rounding keeps the order: the largest of rounded weights is the largest weight, rounded.
         return amax if self.weight_dtype is None else amax.to(self.weight_dtype).float()
 
-    def recorded_inputs(self) -> list[torch.Tensor]:
+    def recorded_inputs(self) -> list[Tensor]:
         """Returns the largest recorded input of each layer that shares the deployed input scale; of siblings if none.
 
         Merged layers read one input, but one of them may have been skipped in the last steps.
@@ -160,11 +160,11 @@ class LowPrecision:
                 return recorded
         return []
 
-    def note_weight(self, weight: torch.Tensor) -> None:
+    def note_weight(self, weight: Tensor) -> None:
         """Notes the dtype that a weight trains in, and drops the layer deployed from earlier values."""
         self.deployed, self.weight_dtype = None, weight.dtype
 
-    def note_input(self, x: torch.Tensor) -> None:
+    def note_input(self, x: Tensor) -> None:
         """Notes whether x, or the scales of its blocks, are finite; compiled graphs leave no note.
 
         Nothing is read here, where it would stop the GPU at each layer: an optimizer's step reads all layers' together.
@@ -172,7 +172,7 @@ class LowPrecision:
         if not torch.compiler.is_compiling():
             self.largest_input = _larger(self.largest_input, x)
 
-    def note_gradient(self, dy: torch.Tensor) -> None:
+    def note_gradient(self, dy: Tensor) -> None:
         """Notes whether dy, or the scales of its blocks, are finite, as `note_input` does.
 
         Raises:
@@ -190,7 +190,7 @@ class LowPrecision:
         """Begins to take notes anew, after an optimizer's step."""
         self.largest_input = self.largest_gradient = None
 
-    def gradient_scaled_by(self, dy: torch.Tensor) -> torch.Tensor | None:
+    def gradient_scaled_by(self, dy: Tensor) -> Tensor | None:
         """Returns the largest magnitude that a recipe with a history scales dy by; records this step's."""
         if not self.recipe.history:
             return None
@@ -205,14 +205,14 @@ def is_distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def _larger(earlier: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+def _larger(earlier: Tensor | None, x: Tensor) -> Tensor:
     """Returns the largest magnitude so far; NaN stays, so that a middle micro-batch counts as the last does."""
     # Asking for finite numbers takes five kernels.
     largest = _amax(x.detach())
     return largest if earlier is None else torch.maximum(largest, earlier.to(largest.device))
 
 
-def _amax(x: torch.Tensor) -> torch.Tensor:
+def _amax(x: Tensor) -> Tensor:
     """Returns the largest magnitude of a tensor, over all shards of a DTensor, by one kernel that reads it once."""
     amax: Any = torch.linalg.vector_norm(x, torch.inf)
     return amax.full_tensor() if hasattr(amax, "full_tensor") else amax
@@ -237,7 +237,7 @@ def deployed_input(recipe: TrainingRecipe) -> Format | None:
 
 
 @torch.no_grad()
-def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor | None = None) -> BlockScaledTensor:
+def packed_weight(weight: Tensor, state: LowPrecision, amax: Tensor | None = None) -> BlockScaledTensor:
     """Returns the codes and scales of a layer's forward product; UserError for NaN or infinity in the weight.
 
     `amax` is the largest magnitude that the whole weight `[out, in]` is scaled by; None takes the layer's.
@@ -267,7 +267,7 @@ def packed_weight(weight: torch.Tensor, state: LowPrecision, amax: torch.Tensor 
     return BlockScaledTensor(codes, scale, stored, tuple(weight.shape), second)
 
 
-def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
+def input_scale(state: LowPrecision, dtype: torch.dtype) -> Tensor | None:
     """Returns the static scale of the deployed layer's input; layers that are merged share the largest of theirs.
 
     An expert that no token has reached takes its siblings'. Some scales are stored in `dtype`, the weight's. UserError:
@@ -286,7 +286,7 @@ def input_scale(state: LowPrecision, dtype: torch.dtype) -> torch.Tensor | None:
     return static_input_scale(torch.stack(recorded).amax(), activation, dtype)
 
 
-def deployed_layer(layer: Any, state: LowPrecision, x: torch.Tensor) -> nn.Module:
+def deployed_layer(layer: Any, state: LowPrecision, x: Tensor) -> nn.Module:
     """Returns the layer as it will be deployed, made again where its weight or the recorded inputs have changed.
 
     Before the first step there is no static input scale. The input `x` then gives its own.
@@ -319,7 +319,7 @@ class MadeFrom:
     changes by FSDP2, which gathers other values into the same memory.
     """
 
-    def __init__(self, weight: torch.Tensor, state: LowPrecision, *facts: object) -> None:
+    def __init__(self, weight: Tensor, state: LowPrecision, *facts: object) -> None:
         self.facts = (weight.dtype, weight.shape, weight.device, state.weight_dtype, *facts)
         if state.recipe.weight is not None and state.recipe.weight.is_static:  # shared with other layers
             self.facts += (*state.weight_amax().flatten().tolist(),)
@@ -363,7 +363,7 @@ def agree_on_input_scales(model: nn.Module, replicas: Iterable[DistributedDataPa
 
 
 def _by_ranks(
-    owners: Iterable[tuple[torch.Tensor, Any]], replicas: Iterable[DistributedDataParallel]
+    owners: Iterable[tuple[Tensor, Any]], replicas: Iterable[DistributedDataParallel]
 ) -> list[tuple[list[Any], list[Any]]]:
     """Returns the process groups over which the owners of parameters agree, with these owners."""
     if not is_distributed():
