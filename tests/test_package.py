@@ -106,7 +106,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     links = re.findall(r"\]\(([^)]*)\)|(?:src|href)=\"([^\"]*)", metadata.get_payload())
     assert metadata["Description-Content-Type"] == "text/markdown" and metadata.get_payload().startswith("# Blockscale")
     assert all("".join(link).startswith("https://") for link in links), "an index has no files beside its page"
-    assert {"quantize = quant.cli.quantize:quantize_command", "quant = quant.cli.main:main"} <= set(scripts)
+    assert {"quantize = quant.__main__:quantize", "quant = quant.__main__:quant"} <= set(scripts)
 
 
 def test_sdist_builds_the_same_wheel(tree: Path, wheel: Path, tmp_path: Path) -> None:

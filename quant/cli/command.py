@@ -35,6 +35,7 @@ from typing import Any, Literal, TextIO, cast
 
 import click
 
+from quant.__main__ import stop_early
 from quant.base import old_names
 from quant.base.errors import UserError, counted, did_you_mean, importing, in_command, near_file, printable
 from quant.base.json_files import json_text
@@ -140,11 +141,13 @@ class Terminated(KeyboardInterrupt):
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Makes SIGTERM raise `Terminated`; later ones do not disturb the cleaning up."""
+    """Makes SIGTERM raise `Terminated`, SIGINT KeyboardInterrupt; later SIGTERMs do not disturb the cleaning up."""
     # Python delivers signals to the main thread and refuses handlers from any other.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    if signal.getsignal(signal.SIGINT) is stop_early:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     stopped = False
 
     def stop(*_: Any) -> None:

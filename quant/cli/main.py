@@ -6,8 +6,6 @@ import, import it in their body, so that no `--help` waits for it.
 """
 
 import importlib
-import os
-import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -65,12 +63,7 @@ class LazyGroup(click.Group):
                 ctx.fail(f"No such command {cmd_name!r}{meant}")
             return None
         module, _, name = self.lazy[cmd_name][0].partition(":")
-        try:
-            command = getattr(importlib.import_module(module), name)
-        except KeyboardInterrupt:  # before the command can answer it; click would say "Aborted!" and end with 1
-            if os.environ.get("RANK", "0") == "0":
-                click.echo("error: stopped by SIGINT", err=True)
-            ctx.exit(128 + signal.SIGINT)
+        command = getattr(importlib.import_module(module), name)
         # The table repeats names, and this notices when the two disagree.
         assert isinstance(command, click.Command) and command.name == cmd_name
         return command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,11 +82,29 @@ def test_ctrl_c_in_code_from_text_ends_by_the_exit_code() -> None:
     assert (done.returncode, done.stderr) == (130, "error: stopped by SIGINT\n")
 
 
-def test_ctrl_c_while_a_command_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(_: str) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(importlib, "import_module", stop)
+@pytest.mark.parametrize(
+    "moment", ["click", "quant.base.errors", "quant.cli.inspect_command", "quant.cli.command:parse"]
+)
+def test_ctrl_c_while_a_program_starts(moment: str) -> None:
+    """At the first import, among others, while a command is imported, and while its options are read."""
+    code = f"""
+import importlib.abc, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+moment, _, parsing = {moment!r}.partition(":")
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == moment and not parsing:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+if parsing:
+    from quant.cli.command import Command
+    Command.parse_args = lambda *_: os.kill(os.getpid(), signal.SIGINT)
+sys.argv = ["quant", "formats"]
+from quant.__main__ import quant
+quant()
+"""
     for rank, said in (("0", "error: stopped by SIGINT\n"), ("1", "")):
-        done = CliRunner(env={"RANK": rank}).invoke(main, ["formats"])
-        assert (done.exit_code, done.stderr) == (130, said)
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": rank}
+        )
+        assert (done.returncode, done.stderr) == (130, said)
