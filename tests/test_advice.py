@@ -1208,7 +1208,7 @@ def test_every_option_that_a_message_names_is_an_option() -> None:
     }
     others = {
         "--kv-cache-dtype", "--local-dir", "--no-deps", "--nproc-per-node", "--repo-type", "--check",
-        *old_names.OPTIONS, *old_names.RENAMED, "--help", "--help-all",
+        *old_names.OPTIONS, *old_names.OF_PLANS, *old_names.RENAMED, "--help", "--help-all",
     }  # fmt: skip
     strange = []
     rooms = ("quant", "formats", "recipes", "kernels", "calibration", "export")

@@ -32,17 +32,18 @@ ATTRIBUTES = {
     "set_weight_cache": "quant.kernels.linear.oracle.set_weight_cache",
 }
 COMMANDS = {"verify": "check DIRECTORY", "audit": "check ENGINE", "check-engine": "check FILE --source DIRECTORY"}
+# Of `quantize`; it had the first sixteen before 0.3.
+OF_PLANS = dict.fromkeys(
+    ("--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--method", "--pin",
+     "--forbid", "--at-least", "--search", "--sensitivity", "--attention", "--guard", "--observer", "--kv-bits",
+     "--min-task", "--power"),
+    "an option of `quant plan make MODEL … --out plan.json`; run its plan with `quantize MODEL --plan plan.json`",
+)  # fmt: skip
 OPTIONS = {
-    **dict.fromkeys(
-        ("--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--target", "--method", "--pin",
-         "--forbid", "--at-least", "--search", "--sensitivity", "--attention", "--guard", "--observer"),
-        "an option of `quant plan make MODEL … --out plan.json` since 0.3; run its plan with `quantize MODEL --plan "
-        "plan.json`",
-    ),
     "--revision": "part of MODEL since 0.3: org/name@REV",
     "--help-all": "--help since 0.3",
     "--resume": "no option: the same command by itself continues after what an unfinished run has kept",
-}  # fmt: skip
+}
 # Options that still work under their old names, with a warning.
 RENAMED = {"--recipe": "--format", "--formats": "--format", "--unsafe-load": "--trust-remote-code"}
 KINDS = {

@@ -349,11 +349,12 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        moved = old_names.OPTIONS | (old_names.OF_PLANS if self.name == "quantize" else {})
         for index, (name, equals, value) in enumerate(argument.partition("=") for argument in args):
             if name in own:
                 continue
-            if name in old_names.OPTIONS:
-                click.echo(f"error: {name} is {old_names.OPTIONS[name]}", err=True)
+            if name in moved:
+                click.echo(f"error: {name} is {moved[name]}", err=True)
                 ctx.exit(2)
             new = old_names.RENAMED.get(name)
             if new in own:

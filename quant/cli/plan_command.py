@@ -20,7 +20,7 @@ from quant.models.startup import skip_image_packages
 from quant.recipes.gpus import Hardware
 from quant.recipes.plan import Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
 from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
-from quant.recipes.recipe import matched
+from quant.recipes.recipe import matched, near_glob
 from quant.recipes.targets import RTX, TARGETS, Target
 
 # Fields of a whole plan that `diff` compares: key, label, and how the absence of a value reads.
@@ -76,7 +76,7 @@ def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything:
     plan = Plan.load(plan_file)
     layers = [plan.by_name[name] for name in matched(globs or "*", plan.by_name)]
     if globs and not layers:
-        raise ValueError(f"--match {', '.join(globs)}: no layer of {plan_file} matches")
+        raise ValueError(f"--match {', '.join(globs)}: no layer of {plan_file} matches{near_glob(globs[0], plan.by_name)}")
     if sort != "model":
         # Stable, so that layers without a score stay in model order at the end.
         layers.sort(key=lambda m: -(m.nbytes if sort == "bytes" else m.score or 0.0))

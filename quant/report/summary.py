@@ -129,7 +129,7 @@ def choice_loss(record: AllocationRecord) -> str:
 
 
 def _distillation(trained: Distillation, now: Evaluation | None) -> str:
-    steps = f"{trained.steps} steps of {trained.batch} × {trained.seqlen} tokens"
+    steps = f"{counted(trained.steps, 'step')} of {trained.batch} × {trained.seqlen} tokens"
     lines = [f"{steps}{', of norms alone' if trained.train == 'norms' else ''}, from {trained.start}"]
     # Both evaluations are on the same texts in the same order.
     for old, new in zip(trained.before.texts if trained.before else (), now.texts if now else (), strict=True):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, check_installed, known_names, loss_text, option, steps_in_words, versions
+from quant.base.errors import UserError, check_installed, counted, known_names, loss_text, option, steps_in_words, versions
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.layer_result import unmeasured_result
@@ -330,7 +330,7 @@ def _announce_time(
     text = expected_time(model, plan, session, rows=samples, seqlen=options.seqlen, written=written).writing
     training = time_of_training(model, plan, session, options.steps, options.batch_size * options.seqlen)
     listener.message(
-        f"{options.steps} steps of {options.batch_size} × {options.seqlen} tokens will take about "
+        f"{counted(options.steps, 'step')} of {options.batch_size} × {options.seqlen} tokens will take about "
         f"{steps_in_words({'write text': text, 'train': training})}; fewer {option('steps')} or a smaller "
         f"{option('seqlen')} take less"
     )

@@ -676,10 +676,16 @@ def test_quantize_has_thirty_options_which_help_shows_by_purpose() -> None:
     assert text.index("Formats:") < text.index("Rounding:") < text.index("Output:") < text.index("--device ")
 
 
-@pytest.mark.parametrize("name", sorted(old_names.OPTIONS))
+@pytest.mark.parametrize("name", sorted({**old_names.OPTIONS, **old_names.OF_PLANS}))
 def test_an_option_that_was_moved_names_its_place(name: str) -> None:
     result = run(quantize_command, "model", f"{name}=1", "--out", "out")
-    assert result.exit_code == 2 and re.fullmatch(rf"error: {name} is (.* since 0\.3|no option).*\n", result.output)
+    place = "an option of `quant plan make|.* since 0\\.3|no option"
+    assert result.exit_code == 2 and re.fullmatch(rf"error: {name} is ({place}).*\n", result.output)
+
+
+def test_another_command_says_nothing_of_the_options_of_plans() -> None:
+    result = run(main, "inspect", "model", "--target", "h100")
+    assert result.exit_code == 2 and "No such option '--target'." in result.output
 
 
 def test_a_plan_has_no_resume_either() -> None:
