@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import math
 import re
 import shutil
 import tempfile
@@ -32,6 +33,8 @@ import quant
 from quant.base import old_names
 from quant.base.errors import in_command, option
 from quant.cli.main import main
+from quant.export.engines.check_engine import generate_tokens, open_session
+from quant.export.onnx import engine_session
 from quant.training.distillation_loss import cache_teacher
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -91,6 +94,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(case, "quantize {model} --format fp8 --kv-cache fp8_head --calib {ids} --calib-samples 2 --seqlen 16 "
         "--effort 0 --out {case}/heads")  # fmt: skip
     save_file({"input": torch.randn(4, 64)}, case / "x.safetensors")
+    save_file({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, case / "named.safetensors")
     # Its tokenizer is one that llama.cpp does not have.
     shutil.copytree(case / "model", case / "bare", ignore=shutil.ignore_patterns("token*"))
     run(case, "quantize {case}/bare --format q8_0 --effort 0 --out {case}/model.gguf")
@@ -328,6 +332,45 @@ COMMANDS = [
     ),
     Row("plan edit {plan} --out {out}", "--guard", add="--guard 0.1␣fp8␣keep"),
     Row("plan edit {plan} --out {out}", "--observer", add="--observer mse"),
+    Row(
+        "plan show {plan} --match *.q_prog",
+        "did you mean *.q_proj?",
+        drop="--match *.q_prog",
+        add="--match *.q_proj",
+    ),
+    Row(
+        MAKE + "--bits 6 --format nvfp4,fp8 --pin *.q_proj=fp8 --forbid *.q_proj=fp8",
+        "(q_proj|k_proj|v_proj) cannot take any such format; it can take fp8",
+        drop="--forbid *.q_proj=fp8",
+    ),
+    Row(
+        f"quantize {{model}} --out {{out}} --format q4_k_s --solver rtn+autoround --calib {{ids}} {SMALL}",
+        "only GGUF files hold",
+        instead="quantize {case}/bare --format q4_k_s --solver rtn --effort 0 --out {out}.gguf",
+    ),
+    Row(
+        "generate {case}/onnx --prompt hi --max-new-tokens 2",
+        "name the checkpoint it was made from, and it with --engine",
+        instead="generate {stored} --engine {case}/onnx --prompt hi --max-new-tokens 2",
+    ),
+    Row(
+        EXPORT + "--to onnx --capacity 0 --input ids:int64:batch,sequence",
+        "known: input_ids,",
+        drop="--input ids:int64:batch,sequence",
+        add=INPUTS,
+    ),
+    Row(
+        f"distill {{stored}} --teacher {{model}} --steps 1 --data {{case}}/named.safetensors {TRAINED}",
+        "give text, or token ids alone in safetensors",
+        drop="--data {case}/named.safetensors",
+        add="--data {ids}",
+    ),
+    Row(
+        f"distill {{stored}} --teacher {{model}} --steps 1 --data {{case}}/named.safetensors {TRAINED}",
+        "give text, or",
+        drop="--data {case}/named.safetensors",
+        add="--data {text}",
+    ),
     Row(
         "plan edit {plan} --set *.down_proj=fp8_channel --out {case}/taken/plan.json",
         "pass --overwrite",
@@ -578,7 +621,7 @@ COMMANDS = [
     Row(MAKE + "--latency 1ms --power 15W", "needs a GPU: --target orin", add="--target orin"),
     Row(
         "export {case}/heads --to modelopt --out {out}",
-        "so quantize again with one of them",
+        "quantize again with --kv-cache fp8",
         instead="quantize {model} --format fp8 --kv-cache fp8 --effort 0 --calib {ids} --out {out} " + SMALL,
     ),
 ]
@@ -689,8 +732,8 @@ LINEARS: Callable[[], Any] = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(
 X = torch.linspace(-1, 1, 256).reshape(4, 64)
 
 
-def prepared() -> nn.Module:
-    model = LINEARS()
+def prepared(model: nn.Module | None = None) -> nn.Module:
+    model = LINEARS() if model is None else model
     quant.prepare_qat(model, "fp8_channel")
     return model
 
@@ -1145,12 +1188,210 @@ CALLS |= {
 }
 
 
+def with_autoround(solver: str) -> Any:
+    return quant.quantize(tokens(), "q4_k_s", IDS, solver=solver)
+
+
+def with_heads_of(dim: int, **options: Any) -> None:
+    """Quantizes attention with heads of a size, and runs it."""
+    model = tiny_models.llama(num_hidden_layers=1, head_dim=dim)
+    quant.quantize(model, "fp8_channel", IDS, **options).model(IDS)
+
+
+def unigram() -> nn.Module:
+    """A language model that is none of transformers."""
+    return nn.Sequential(nn.Embedding(64, 64), nn.Linear(64, 64))
+
+
+def bloom() -> Any:
+    """A model whose attention is its own."""
+    return tiny_models.build("Bloom", "ForCausalLM", {"vocab_size": 64, "hidden_size": 64, "n_layer": 1, "n_head": 4})
+
+
+CALLS |= {
+    "roundings of llama.cpp's formats to train": (
+        lambda: with_autoround("mse+autoround"),
+        r"self_attn\.\w+: solver 'mse\+autoround' trains roundings, and not those of q\w+; take mse",
+        lambda: with_autoround("mse"),
+    ),
+    "hidden states of a plain module": (
+        lambda: quant.distill(prepared(unigram()), unigram(), IDS, hidden=0.5),
+        "hidden states are those of a transformers model; pass hidden=0",
+        lambda: quant.distill(prepared(unigram()), unigram(), IDS, hidden=0),
+    ),
+    "attention of its own, in training": (
+        lambda: in_low_precision(bloom(), attention="fp8"),
+        'BloomForCausalLM: its attention is its own and cannot be replaced; leave out attention="fp8"',
+        lambda: step(converted_of(bloom()), IDS),
+    ),
+    "a GPU of a number that is not there": (
+        lambda: quant.quantize(LINEARS(), "fp8_channel", device="cuda:9"),
+        "leave it out, or pass cpu",
+        lambda: [quant.quantize(LINEARS(), "fp8_channel", **device) for device in ({}, {"device": "cpu"})],
+    ),
+}
+
+
+def converted_of(model: nn.Module) -> nn.Module:
+    in_low_precision(model)
+    return model
+
+
 @pytest.mark.parametrize("case_name", CALLS)
 def test_what_a_refused_call_advises_works(case_name: str) -> None:
     refused, says, advised = CALLS[case_name]
     with pytest.raises(ValueError, match=says):
         refused()
     advised()
+
+
+def replaced(file: str, **fields: Any) -> Callable[[Path], None]:
+    """Changes fields of a JSON file in a directory."""
+
+    def change(directory: Path) -> None:
+        document = json.loads((directory / file).read_text())
+        (directory / file).write_text(json.dumps({**document, **fields}))
+
+    return change
+
+
+def with_nan(directory: Path) -> None:
+    tensors = load_file(directory / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def in_gptq(directory: Path, zeros: bool) -> None:
+    """A layer as GPTQ's files have it, or without its zeros."""
+    replaced("config.json", quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})(directory)
+    tensors, name, rows, columns = (
+        load_file(directory / "model.safetensors"),
+        "model.layers.0.self_attn.q_proj",
+        128,
+        128,
+    )
+    tensors.pop(f"{name}.weight", None)
+    tensors |= {
+        f"{name}.qweight": torch.zeros(columns // 8, rows, dtype=torch.int32),
+        f"{name}.scales": torch.ones(columns // 32, rows, dtype=torch.float16),
+    }
+    tensors.pop(f"{name}.qzeros", None)
+    if zeros:
+        tensors[f"{name}.qzeros"] = torch.zeros(columns // 32, rows // 8, dtype=torch.int32)
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+
+
+def with_broken_sums(directory: Path) -> None:
+    file = directory / "SHA256SUMS"
+    file.write_text("x" + file.read_text())
+
+
+def with_bad_metadata(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    save_file(load_file(file), file, {"format": "pt", "blockscale.prediction_heads": '{"mtp.0": [0, 64]}'})
+
+
+# The directory, what damages it, a command, and what it says: to restore or download the file again.
+DAMAGED: dict[str, tuple[str, Callable[[Path], None], str, str]] = {
+    "NaN": ("model", with_nan, "generate {0} --prompt hi --max-new-tokens 2", "repair the model, or download it again"),
+    "length": (
+        "model",
+        replaced("tokenizer_config.json", model_max_length="many"),
+        "generate {0} --prompt hi --max-new-tokens 2",
+        "tokenizer_config.json: model_max_length is not a number but a str; download it again",
+    ),
+    "block": (
+        "model",
+        replaced("config.json", quantization_config={"quant_method": "fp8", "weight_block_size": [0, 1]}),
+        "quantize {0} --format fp8_channel --out {{out}}",
+        "weight_block_size: [0, 1] is not the size of a block; download the model again",
+    ),
+    "zeros": (
+        "gptq",
+        lambda directory: in_gptq(directory, zeros=False),
+        "quantize {0} --format fp8_channel --out {{out}}",
+        "self_attn.q_proj.qweight has no qzeros; download the model again",
+    ),
+    "sums": (
+        "modelopt",
+        with_broken_sums,
+        "check {0}",
+        "SHA256SUMS: line 1 is no SHA-256 with a file's name; restore it",
+    ),
+    "metadata": (
+        "stored",
+        with_bad_metadata,
+        "check {0}",
+        "damaged metadata blockscale.prediction_heads (sizes are whole numbers from 1); write or download it again",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_file_is_named_and_the_right_one_works(name: str, case: Path, tmp_path: Path) -> None:
+    source, damage, command, says = DAMAGED[name]
+    whole, damaged = tmp_path / "whole", tmp_path / "damaged"
+    if source == "modelopt":
+        run(case, f"export {{stored}} --to modelopt --out {whole}")
+    else:
+        shutil.copytree(case / ("model" if source == "gptq" else source), whole)
+    if source == "gptq":
+        in_gptq(whole, zeros=True)
+    shutil.copytree(whole, damaged)
+    damage(damaged)
+    result = invoke(case, command.format(damaged))
+    assert result.exit_code == 2 and says in result.output
+    if name == "sums":  # the other way out
+        (damaged / "SHA256SUMS").unlink()
+        run(case, command.format(damaged))
+    shutil.rmtree(damaged)
+    shutil.copytree(whole, damaged)
+    run(case, command.format(damaged))
+
+
+def test_merge_lora_takes_the_plan_that_it_asks_for() -> None:
+    """The model without its plan, and the plan of another one; then the right plan."""
+    peft = pytest.importorskip("peft", reason="the extra peft")
+
+    def adapted() -> tuple[Any, Any]:
+        made = quantized()
+        config = quant.lora(peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), made.model)
+        model = peft.get_peft_model(made.model, config)
+        del model.get_base_model().quantization_plan
+        return model, made.plan
+
+    model, plan = adapted()
+    with pytest.raises(ValueError, match=r"pass the one that it was quantized by: merge_lora\(model, data, plan\)"):
+        quant.merge_lora(model)
+    with pytest.raises(ValueError, match=r"the plan does not quantize .*o_proj.*; pass the plan of this model"):
+        quant.merge_lora(model, None, quant.make_plan(LINEARS(), "fp8_channel"))
+    merged = quant.merge_lora(model, None, plan).model
+    expected = quantized().model  # adapters of peft begin at zero
+    assert torch.equal(merged(IDS).logits, expected(IDS).logits)
+
+
+def test_what_a_decoder_refuses_to_read(case: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = open_session(case / "onnx")
+
+    def generated(rows: int = 1, tokens: int = 1, new: int = 1) -> list[list[int]]:
+        return generate_tokens(session, [[3] * tokens] * rows, new)
+
+    for arguments, says in (
+        ({"tokens": 0}, "a prompt holds no token; give some text with prompt="),
+        ({"rows": 0}, "0 prompts, and this file takes 1 to "),
+        ({"new": 0}, "max_new_tokens= is 0; expected 1 or more"),
+        ({"tokens": 128}, "shorten it, lower max_new_tokens="),
+    ):
+        with pytest.raises(ValueError, match=says):
+            generated(**arguments)
+    assert len(generated(tokens=127)[0]) == 1
+    row = sum(math.prod(cache.shape[1:]) * 4 for cache in session._session.get_inputs() if "past" in cache.name)
+    monkeypatch.setattr(engine_session, "memory_left", lambda: 3 * row)
+    with pytest.raises(
+        ValueError, match=r"the KV cache of 4 rows .*; run fewer rows, or export with a smaller capacity="
+    ):
+        generated(rows=4)
+    assert len(generated(rows=3)) == 3
 
 
 def test_adapters_are_merged_as_advised(case: Path, tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ def _verify(
                 click.echo(printable(f"{names}: not checked, {skip_reason}"), err=True)
             if result.runtime is not None:
                 _show_runtime(result.runtime)
-            click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(result.checked)}", err=True)
+            # A check that a damaged file stopped has a finding, too.
+            made = dict.fromkeys((*(finding.check for finding in result.findings), *result.checked))
+            click.echo(f"{counted(len(result.findings), 'finding')} in {', '.join(made)}", err=True)
     # The same code as other expected errors, so that scripts need to know one.
     if result.findings:
         ctx.exit(2)

@@ -19,7 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, check_installed, counted, known_names, loss_text, option, steps_in_words, versions
+from quant.base.errors import (
+    UserError,
+    check_installed,
+    counted,
+    known_names,
+    loss_text,
+    option,
+    steps_in_words,
+    versions,
+)
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.layer_result import unmeasured_result

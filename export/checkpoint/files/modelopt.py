@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quant.base.errors import known_names
+from quant.base.errors import known_names, option
 from quant.base.json_files import typed
 from quant.export.checkpoint.files.layout import MODELOPT, ExpectedTensor, same_values
 from quant.export.checkpoint.files.names import FormatsOf, StoredNames, expert_names
@@ -69,8 +69,8 @@ def check_plan(plan: Plan) -> None:
     """Raises ValueError if the layout cannot express the plan; the message names the way out."""
     if plan.kv_cache is not None and plan.kv_cache.name not in _KV_CACHES:
         raise ValueError(
-            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; it has {' and '.join(_KV_CACHES)}, so "
-            "quantize again with one of them"
+            f"ModelOpt's layout cannot store a KV cache in {plan.kv_cache}; quantize again with "
+            f"{option('kv_cache', 'fp8')}"
         )
     if not plan.quantized:
         raise ValueError("the plan leaves every layer in 16 bit, which ModelOpt's layout has no name for")
