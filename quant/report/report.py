@@ -98,7 +98,7 @@ class Report(JsonData):
         model: name of the model, as the user gave it.
         layers: one result for each layer of the plan, in model order.
         bytes_before: bytes of all weights as they were.
-        bytes_after: bytes of all weights now; of a checkpoint, of its weight files with their headers.
+        bytes_after: bytes of all weights now; of a checkpoint, of all tensors in its weight files.
         effective_bits: bits per weight over the quantized layers.
         evaluation: measured figures, if the run measured any.
         plan_digest: `Plan.digest()` of the plan that was executed.
@@ -187,8 +187,8 @@ class Report(JsonData):
         `hashes` are the SHA-256 of each weight file, by name.
         """
         self.files = dict(hashes)
-        # Sizes on disk replace the plan's estimate; they include the headers of the files.
-        self.bytes_after = sum((directory / name).stat().st_size for name in hashes)
+        # Sizes on disk replace the plan's estimate, without the headers of the files: `plan show` counts none either.
+        self.bytes_after = sum(_tensor_bytes(directory / name) for name in hashes)
         self.peak_rss_bytes = peak_rss()
         # `verify` reads report.json (hashes, plan digest, fingerprint), and so does the next training run that starts
         # here (`quant.training`). report.html is only for people.
@@ -226,6 +226,12 @@ def read_run(directory: Path) -> tuple[Report, Plan]:
         if not (directory / name).is_file():
             raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote, or a part of it")
     return Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
+
+
+def _tensor_bytes(file: Path) -> int:
+    """Returns the bytes of all tensors in a safetensors file: its size without the header, whose length comes first."""
+    with file.open("rb") as opened:
+        return file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
 
 
 def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
