@@ -94,6 +94,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(case, "quantize {model} --format fp8 --kv-cache fp8_head --calib {ids} --calib-samples 2 --seqlen 16 "
         "--effort 0 --out {case}/heads")  # fmt: skip
     save_file({"input": torch.randn(4, 64)}, case / "x.safetensors")
+    torch.save({"x": IDS}, case / "x.pt")
+    torch.save({"input_ids": IDS}, case / "named.pt")
     save_file({"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}, case / "named.safetensors")
     # Its tokenizer is one that llama.cpp does not have.
     shutil.copytree(case / "model", case / "bare", ignore=shutil.ignore_patterns("token*"))
@@ -358,6 +360,18 @@ COMMANDS = [
         "known: input_ids,",
         drop="--input ids:int64:batch,sequence",
         add=INPUTS,
+    ),
+    Row(
+        Q + f"--format fp8 --calib {{case}}/x.pt {SMALL}",
+        "takes no x; name tensors by the arguments of its forward: input_ids,",
+        drop="--calib {case}/x.pt",
+        add="--calib {case}/named.pt",
+    ),
+    Row(
+        "quantize {state} --format fp8_channel --out {out} --model-factory test_advice:two_block",
+        "test_advice has no function two_block; did you mean two_blocks?",
+        drop="--model-factory test_advice:two_block",
+        add=FACTORY,
     ),
     Row(
         f"distill {{stored}} --teacher {{model}} --steps 1 --data {{case}}/named.safetensors {TRAINED}",

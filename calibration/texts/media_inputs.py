@@ -508,7 +508,8 @@ def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, Tensor] | None:
     unknown = sorted(set(tensors) - set(takes) - {"labels"})
     if not unknown and set(tensors) != {"labels"}:
         return tensors
-    if all(not tensor.is_floating_point() for tensor in tensors.values()) and not set(tensors) & set(takes):
+    is_integers = all(not tensor.is_floating_point() for tensor in tensors.values())
+    if is_integers and not set(tensors) & set(takes) and path.suffix == ".safetensors":
         return None  # several texts of token ids, of which FILE.safetensors:NAME names one
     wrong = ", ".join(unknown) or "labels alone"
     raise ValueError(

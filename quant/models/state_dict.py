@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from quant.base.errors import UserError, listed, option
+from quant.base.errors import UserError, did_you_mean, listed, option
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
 from quant.models.files import SourceKind, safetensors_file
 from quant.models.quantized_tensors import refuse_packed
@@ -184,7 +184,8 @@ def call_factory(factory: str, *, meta: bool = False) -> nn.Module:
     except Exception as error:  # of the user's code
         raise UserError(f"{named} fails when called without arguments: {type(error).__name__}: {error}") from error
     if not callable(make):
-        raise UserError(f"{named}: {module_name} has no function {function}")
+        near = did_you_mean(function, [name for name, value in vars(module).items() if callable(value)])
+        raise UserError(f"{named}: {module_name} has no function {function}{near}")
     if not isinstance(model, nn.Module):
         raise UserError(f"{named} returned a {type(model).__name__}; expected an nn.Module")
     return model
