@@ -178,7 +178,7 @@ def verify(
     for done, (name, module) in enumerate(layers, 1):
         stored = checkpoint(name) if checkpoint else None
         compared: Any = _compare_conv if isinstance(module, QuantConv) else _compare_linear
-        errors = _relative_errors(compared(name, module, graph, stored, dtype))
+        errors = _relative_errors(compared(name, module, graph, stored, dtype), dtype)
         by_token = module.activation_format is not None and module.activation_format.per_row
         by_token = by_token and module.input_scale is None
         passed = (
@@ -427,7 +427,7 @@ def _experts_entries(
                 if stored is not None:
                     yield "checkpoint", stored.matrix(expert).dequantize(), weight
 
-        errors = _relative_errors(pairs())
+        errors = _relative_errors(pairs(), dtype)
         # In half precision the op rounds both projections, the gate, and each sum.
         passed = max(errors["output"], errors["fake_quant"]) <= 4 * max(TOLERANCE[dtype], 1e-6)
         passed = passed and max(errors["weight"], errors.get("checkpoint", 0.0)) <= WEIGHT_TOLERANCE
@@ -451,10 +451,15 @@ def _expert_weight(codes: np.ndarray, scale: np.ndarray | None = None, *, column
 _Pairs = Iterator[tuple[str, Tensor, Tensor]]
 
 
-def _relative_errors(pairs: _Pairs) -> dict[str, float]:
-    """Returns the norm of the difference over the norm of the expected numbers, by key, over all slices of a key."""
+def _relative_errors(pairs: _Pairs, dtype: torch.dtype) -> dict[str, float]:
+    """Returns the norm of the difference over the norm of the expected numbers, by key, over all slices of a key.
+
+    Numbers beyond the dtype are its largest: in FP16 products of inputs that saturate may overflow.
+    """
     sums: dict[str, tuple[float, float]] = {}
-    for key, computed, expected in pairs:
+    largest = torch.finfo(dtype).max
+    for key, *compared in pairs:
+        computed, expected = (x.clamp(-largest, largest) for x in compared)
         difference, reference = sums.get(key, (0.0, 0.0))
         if not torch.equal(computed, expected):
             difference += float((computed.double() - expected.double()).square().sum())
@@ -481,7 +486,9 @@ def _compare_linear(
             with torch.no_grad():
                 op = quantized_linear(x, part, bias, module.input_scale, format).float()
             yield "fake_quant", op, linear(rounded.double(), weight.double(), None if bias is None else bias.double())
-            yield key, _as_float(nodes.run(None, {input_name: to_numpy(x)})[0]), op
+            with np.errstate(over="ignore"):
+                computed = _as_float(nodes.run(None, {input_name: to_numpy(x)})[0])
+            yield key, computed, op
         sliced = _model_rows(constants, whole, start, stop, transposed=transposed)
         yield "weight", _as_float(evaluator(sliced).run(None, {})[0]), weight
         if stored is not None:

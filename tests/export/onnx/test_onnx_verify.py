@@ -121,6 +121,24 @@ def test_weights_of_half_precision_models_are_compared_in_float32(
     assert layer["passed"], layer
 
 
+@pytest.mark.parametrize("changed", [False, True])
+def test_products_of_saturated_inputs_may_overflow(tmp_path: Path, changed: bool) -> None:
+    """SmolLM2's block 11 reads inputs up to 3,584 in FP8: its products are infinite in FP16, on both sides alike."""
+    torch.manual_seed(0)
+    weight, scale = quantize(torch.randn(64, 512, dtype=torch.float16), FORMATS["fp8"]), torch.tensor(8.0)
+    bias = torch.randn(64, dtype=torch.float16)
+    model = nn.Sequential(QuantLinear(weight, bias, FORMATS["fp8"], scale, dtype=torch.float16)).eval()
+    inputs = {"x": GraphInput(torch.randn(4, 512, dtype=torch.float16), ("rows", 512))}
+    path = write_onnx(model, tmp_path / "m.onnx", inputs=inputs)
+    if changed:
+        damaged = onnx.load(path)
+        (stored,) = (tensor for tensor in damaged.graph.initializer if tensor.name == "0.input_scale")
+        stored.CopyFrom(onnx.numpy_helper.from_array(onnx.numpy_helper.to_array(stored) * 1.5, stored.name))
+        onnx.save(damaged, path)
+    (layer,) = verify(model, path)["layers"]
+    assert layer["passed"] is not changed, layer
+
+
 @pytest.mark.parametrize("name", ["0", "1", "3"])
 def test_one_flipped_bit_in_a_weight_fails(model: nn.Module, path: Path, tmp_path: Path, name: str) -> None:
     damaged = onnx.load(path)
