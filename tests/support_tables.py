@@ -19,7 +19,8 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
     PYTHONPATH=. python tests/support_tables.py onnxruntime   one of them
     PYTHONPATH=. python tests/support_tables.py --render      the pages alone
     PYTHONPATH=. python tests/support_tables.py onnxruntime-gpu --exports FOLDER
-                                                              without a GPU it writes what a run with one reads
+                                                              without a GPU it writes what a run with one reads,
+                                                              and what is refused
 
 A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are
 not here keep theirs. vLLM's column is from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data, times in
@@ -29,7 +30,6 @@ onnxruntime are from that of `benchmarks/onnx_decoders.py`.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import json
 import platform
@@ -277,6 +277,8 @@ def in_cuda_provider(format: str) -> Cell:
     from quant.export.onnx.engine_session import OnnxruntimeSession
 
     folder = exported_in_fp16(format)
+    if not torch.cuda.is_available():
+        return Cell(NEVER_RUN, "", f"written to {folder}")
     reference = quant.load(folder / "checkpoint").half()
     if "int" in format:
         round_head(reference)
@@ -328,7 +330,7 @@ def run_cell(runtime: str, format: str) -> Cell:
         raised_in = Path(traceback.extract_tb(error.__traceback__)[-1].filename).resolve()
         if ROOT not in raised_in.parents or ".venv" in raised_in.parts:
             return Cell("TRACEBACK", "", f"{type(error).__name__}: {error} ({raised_in.name})")
-        return Cell(REFUSED, "", " ".join(str(error).split()))
+        return Cell(REFUSED, "", " ".join(str(error).replace(str(ROOT), ".").split()))
     except Exception as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         return Cell("TRACEBACK", "", f"{type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})")
@@ -503,23 +505,20 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--exports", type=Path, default=EXPORTS, help="for onnxruntime-gpu: written without a GPU")
     options = parser.parse_args(arguments)
     globals()["EXPORTS"] = options.exports
-    if options.runtimes == ["onnxruntime-gpu"] and not torch.cuda.is_available():
-        for format in options.formats:
-            with contextlib.suppress(quant.UserError, ValueError), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                print(exported_in_fp16(format), flush=True)
-        return
     found = json.loads(options.found.read_text(encoding="utf-8")) if options.found.is_file() else {}
     for runtime in [] if options.render else options.runtimes or [name for name in RUNTIMES if here(name)]:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"an {platform.machine()} processor"
-        versions = {package: version(package) for package in RUNTIMES[runtime][1]}
         entry = found.setdefault(runtime, {})
-        entry |= {"machine": machine, "versions": versions}
+        only_writes = runtime == "onnxruntime-gpu" and not torch.cuda.is_available()
+        if not only_writes:
+            entry |= {"machine": machine, "versions": {package: version(package) for package in RUNTIMES[runtime][1]}}
         for format in options.formats:
             if runtime == "transformers" and format in EXPERTS:
                 continue  # docs/architectures.md has them, model by model
             cell = run_cell(runtime, format)
             print(runtime, format, *asdict(cell).values(), flush=True)
+            if only_writes and cell.verdict != REFUSED:
+                continue
             entry.setdefault("cells", {})[format] = asdict(cell)
             options.found.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     if options.found == FOUND:
