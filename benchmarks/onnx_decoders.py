@@ -44,16 +44,17 @@ FORMATS |= {"INT4 head": "int4a16_g64", "INT8 head": "int8"}  # with the output 
 PROMPT, NEW = 256, 32  # tokens
 
 
-def exported(name: str, model_name: str, folder: Path, capacity: int) -> tuple[Path, Path | None]:
+def exported(name: str, model_name: str, folder: Path, capacity: int, dtype: str = "fp32") -> tuple[Path, Path | None]:
     """Returns the ONNX file and, of a quantized model, its checkpoint; they are made if they are not there."""
     checkpoint = folder / name / "checkpoint"
-    if name == "FP32":
+    if name in ("FP32", "FP16"):
         path = folder / name / f"{capacity}.onnx"
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             model = open_model(model_name).model
             assert model is not None
-            write_onnx(model.float(), path, capacity=capacity, runtime="onnxruntime")
+            cast_unquantized(model, {"fp32": "float32", "fp16": "float16"}[dtype])
+            write_onnx(model, path, capacity=capacity, runtime="onnxruntime")
         return path, None
     if not checkpoint.exists():
         source = open_model(model_name)
@@ -64,7 +65,7 @@ def exported(name: str, model_name: str, folder: Path, capacity: int) -> tuple[P
         quant.save(done.model, done.plan, checkpoint)
     out, head = folder / name / str(capacity), "int8" if name.endswith("head") else "16bit"
     if not out.exists():
-        quant.export_model(checkpoint, "onnx", out, capacity=capacity, dtype="fp32", lm_head=head)
+        quant.export_model(checkpoint, "onnx", out, capacity=capacity, dtype=dtype, lm_head=head)
     return out / "model.onnx", checkpoint
 
 
