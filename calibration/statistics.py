@@ -204,11 +204,13 @@ def _plus(total: Tensor | None, tensor: Tensor | None, share: float) -> Tensor |
 class MomentSum:
     """Adds up second moments, or their diagonal blocks of a width, batch by batch.
 
-    Products are taken in the dtype of the inputs, sums in float32.
+    Products are taken in the dtype of the inputs, sums in float32. Where inputs are rounded under one scale for all,
+    `unit`, a float32 scalar, they are multiples of it with at most eight bits: BF16 holds them, and where pairs of BF16
+    are multiplied one exact product takes the place of three. Sums are then in units of it.
     """
 
-    def __init__(self, width: int | None = None) -> None:
-        self.width = width
+    def __init__(self, width: int | None = None, unit: torch.Tensor | None = None) -> None:
+        self.width, self.unit = width, unit
         self.tokens = 0
         self.second: Tensor | None = None
         self.cross: Tensor | None = None
@@ -254,13 +256,20 @@ class MomentSum:
         columns, pairs, rank = x.shape[1], has_pairs(x), rank_and_world()[0]
         if self.second is None:
             self.second = torch.zeros(columns, columns, dtype=torch.float32, device=x.device)
-        left, right = left_operand(x.t()), RightOperand(x).stacked
+        # Differences may be rounded to BF16: see `fast_matmul`.
+        narrow = x.bfloat16() if pairs else x
+        if not pairs:
+            self.unit = None
+        if self.unit is None:
+            left, right = left_operand(x.t()), RightOperand(x).stacked
+        else:
+            narrow = (x / self.unit).bfloat16()
+            left, right = narrow.t(), narrow
         # From the diagonal on: the part below is its mirror image, which `stats` adds.
         for rows, owner in _strips(columns, x.device, triangular=True):
             if owner == rank or not shared:
                 _add_product(self.second[rows, rows.start :], left[rows], right[:, rows.start :], pairs)
-        # D = Σ (r - x) xᵀ, not symmetric. Differences may be rounded to BF16: see `fast_matmul`.
-        right = x.bfloat16() if pairs else x
+        # D = Σ (r - x) xᵀ, not symmetric.
         for name, errors in (("cross", drift), ("residual", residual)):
             if errors is None:
                 continue
@@ -269,7 +278,7 @@ class MomentSum:
             total, left = getattr(self, name), (errors.bfloat16() if pairs else errors).t()
             for rows, owner in _strips(len(total), x.device):
                 if owner == rank or not shared:
-                    _add_product(total[rows], left[rows], right, pairs)
+                    _add_product(total[rows], left[rows], narrow, pairs)
 
     def gather(self, exchange: Exchange) -> None:
         """Takes the rows of matrices that other ranks have added up."""
@@ -317,13 +326,14 @@ class MomentSum:
         strength = self.spread.shrinkage()
         if self.width is not None:
             return LayerStats(self.tokens, block_moments=shrink(self.second / self.tokens, strength), **means)
-        second = self.second / self.tokens
+        unit = 1 if self.unit is None else self.unit
+        second = self.second / (self.tokens / unit**2)
         for rows, _ in _strips(len(second), second.device, triangular=True):
             second[rows.stop :, rows] = second[rows, rows.stop :].t()
         second = shrink(second, strength)
-        drift = None if self.cross is None else shrink(self.cross / self.tokens, strength)
+        drift = None if self.cross is None else shrink(self.cross / (self.tokens / unit), strength)
         # Outputs and inputs are different channels, so that no entry is more certain than the others.
-        residual = None if self.residual is None else self.residual * ((1 - strength) / self.tokens)
+        residual = None if self.residual is None else self.residual * ((1 - strength) * unit / self.tokens)
         return LayerStats(self.tokens, second, drift, residual=residual, **means)
 
 

@@ -225,7 +225,9 @@ def _collect(block: Block, siblings: list[Group]) -> tuple[list[Moments], list[l
     # Tokens that a router has sent to many experts take less memory than the experts' moments.
     columns = siblings[0].members[0].shape[-1]
     later = len(siblings) > 1 and sum(group.tokens for group in siblings) < len(siblings) * columns
-    moments = [Moments(later=later) for _ in siblings]
+    # Inputs that are weighted token by token have more digits.
+    units = [None if group.token_weights else group.input_scale for group in siblings]
+    moments = [Moments(unit=unit, later=later) for unit in units]
     held_out: list[list[tuple[int, list[Tensor]]]] = [[] for _ in siblings]
     count = block.batches
     # The last eighth of the batches only judge, where there is a guard; at least one.

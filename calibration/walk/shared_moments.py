@@ -28,8 +28,8 @@ _BUDGET = 1 << 29
 class Moments:
     """A `MomentSum` over the batches of all ranks."""
 
-    def __init__(self, width: int | None = None, *, later: bool = False) -> None:
-        self.sum, self.later = MomentSum(width), later or rank_and_world()[1] > 1
+    def __init__(self, width: int | None = None, unit: torch.Tensor | None = None, *, later: bool = False) -> None:
+        self.sum, self.unit, self.later = MomentSum(width, unit), unit, later or rank_and_world()[1] > 1
         self.waiting: list[Waiting] = []
 
     @property
@@ -78,7 +78,7 @@ def stats_of(
     for each in moments:
         means.append(each.sum.stats())
         if each.later or not again:
-            each.sum = MomentSum(each.sum.width)
+            each.sum = MomentSum(each.sum.width, each.unit)
         if not again:
             each.waiting = []
     return means

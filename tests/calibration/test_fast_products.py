@@ -7,7 +7,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from quant.calibration import fast_matmul
-from quant.calibration.statistics import MomentSum
+from quant.calibration.statistics import MomentSum, round_activation
+from quant.formats.format import INPUT_FORMATS
 
 LIMIT = 2.0**-15
 
@@ -54,6 +55,31 @@ def check_sums(device: str) -> None:
 def test_pairs_lose_no_digits_that_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     in_pairs(monkeypatch)
     check_sums("cpu")
+
+
+def check_rounded_inputs(device: str) -> None:
+    """NVFP4, FP8 and INT8 of one scale: exact products, whose sums in float32 are all that is left of an error."""
+    x, drift = inputs(device)
+    x = x / torch.logspace(-2, 2, 160, device=device)  # else small channels would be zeros
+    for name, scale in (("nvfp4", 0.00123), ("fp8", 0.0123), ("int8_tensor", 0.03)):
+        unit = torch.tensor(scale, device=device)
+        rounded = round_activation(x, INPUT_FORMATS[name], unit)
+        exact, pairs = MomentSum(unit=unit), MomentSum()
+        for sums in (exact, pairs):
+            sums.add(rounded, drift, residual=drift[:, :130])
+        found, expected = exact.stats(), pairs.stats()
+        assert found is not None and expected is not None
+        assert exact.second is not None
+        above = (exact.second * unit**2).triu()
+        assert error(above + above.triu(1).t(), rounded, rounded) < 2.0**-20
+        for part in ("second_moment", "drift", "residual"):
+            ours, theirs = getattr(found, part), getattr(expected, part)
+            assert (ours - theirs).norm() < 2.0**-9 * theirs.norm()
+
+
+def test_rounded_inputs_are_multiplied_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_pairs(monkeypatch)
+    check_rounded_inputs("cpu")
 
 
 @pytest.mark.parametrize("pairs", [False, True])
