@@ -93,7 +93,7 @@ def files_to_read(path: Path) -> list[Path]:
     """Returns the weight files that loading `path` will read, in that order."""
     if path.is_file():
         return [path]
-    for pattern in ("model*.safetensors", "pytorch_model*.bin"):
+    for pattern in ("model*.safetensors", "pytorch_model*.bin", "*/*.safetensors"):  # the last of a pipeline
         if files := sorted(file for file in path.glob(pattern) if file.is_file()):
             return files
     return []

@@ -110,6 +110,10 @@ def test_weight_files_are_those_that_loading_reads(tmp_path: Path) -> None:
     assert [file.name for file in files_to_read(tmp_path)] == [f"model-0000{i}-of-2.safetensors" for i in (1, 2)]
     assert files_to_read(tmp_path / "config.json") == [tmp_path / "config.json"]
     assert files_to_read(tmp_path / "missing") == []
+    for name in ("transformer", "vae"):
+        (tmp_path / "pipeline" / name).mkdir(parents=True)
+        (tmp_path / "pipeline" / name / "diffusion_pytorch_model.safetensors").write_bytes(b"0")
+    assert [file.parent.name for file in files_to_read(tmp_path / "pipeline")] == ["transformer", "vae"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel what it has cached")
