@@ -209,7 +209,7 @@ class MomentSum:
     are multiplied one exact product takes the place of three. Sums are then in units of it.
     """
 
-    def __init__(self, width: int | None = None, unit: torch.Tensor | None = None) -> None:
+    def __init__(self, width: int | None = None, unit: Tensor | None = None) -> None:
         self.width, self.unit = width, unit
         self.tokens = 0
         self.second: Tensor | None = None

@@ -181,8 +181,9 @@ def solver_of(effort: int, activation: str, *, experts: bool = False, denoiser: 
     """Returns the solver that an effort, from 0 to 3, stands for; `activation` is the format of inputs.
 
     A model with `experts` gets no scaling: to find where scales can go, a block is copied in float64, which is too
-    large with hundreds of them. A `denoiser` gets a low-rank branch where inputs have 4 bits, which loses a third of
-    what scaling does (docs/diffusion.md) and costs little at the many tokens of an image.
+    large with hundreds of them. A `denoiser` gets a low-rank branch where inputs have 4 bits, and from effort 3 on
+    where they are rounded at all: it loses a third of what scaling does (docs/diffusion.md) and costs little at the
+    many tokens of an image.
     """
     if effort not in EFFORTS:
         raise ValueError(f"effort {effort!r}: expected a whole number from 0 to 3")
@@ -190,7 +191,8 @@ def solver_of(effort: int, activation: str, *, experts: bool = False, denoiser: 
         return ("rtn", "mse")[effort]
     scaling = "" if experts else "awq:merge+"
     four_bits = not is_16bit(activation) and get_format(activation).element.bits == 4
-    if denoiser and four_bits:
+    # Beside inputs of 8 bits a branch leaves a sixth of the loss by kfac alone; at effort 2 they need none.
+    if denoiser and (four_bits or (effort == 3 and not is_16bit(activation))):
         return f"lowrank:{STEPS['lowrank']}+{'gptq' if effort == 2 else 'kfac'}"
     if effort == 2:
         # Scaling moves magnitude from inputs to weights, which pays where inputs have the coarser grid; 8-bit inputs

@@ -28,7 +28,7 @@ _BUDGET = 1 << 29
 class Moments:
     """A `MomentSum` over the batches of all ranks."""
 
-    def __init__(self, width: int | None = None, unit: torch.Tensor | None = None, *, later: bool = False) -> None:
+    def __init__(self, width: int | None = None, unit: Tensor | None = None, *, later: bool = False) -> None:
         self.sum, self.unit, self.later = MomentSum(width, unit), unit, later or rank_and_world()[1] > 1
         self.waiting: list[Waiting] = []
 

@@ -44,7 +44,7 @@ def test_solvers_of_efforts() -> None:
     assert solver_of(3, "keep") == "kfac"
     assert {solver_of(3, inputs) for inputs in ("nvfp4", "fp8")} == {"awq:merge+kfac"}
     denoisers = [solver_of(level, inputs, denoiser=True) for level in (2, 3) for inputs in ("nvfp4", "fp8_token")]
-    assert denoisers == ["lowrank:32+gptq", "gptq", "lowrank:32+kfac", "awq:merge+kfac"]
+    assert denoisers == ["lowrank:32+gptq", "gptq", "lowrank:32+kfac", "lowrank:32+kfac"]
     assert [solver_of(level, "nvfp4", experts=True) for level in (2, 3)] == ["gptq", "kfac"]
     with pytest.raises(ValueError, match="effort 4: expected a whole number from 0 to 3"):
         solver_of(4, "keep")
