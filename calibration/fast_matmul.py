@@ -224,15 +224,19 @@ class PairedWeight:
         if self._said is not None:
             self._said.record()
 
-    def linear(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Returns `x Wᵀ + bias`, float32 `[..., out]`, of x `[..., in]`."""
+    def linear(self, x: Tensor, bias: Tensor | None = None, unit: Tensor | None = None) -> Tensor:
+        """Returns `x Wᵀ + bias`, float32 `[..., out]`, of x `[..., in]`; BF16 holds its multiples of a `unit`."""
         if self.low is not None and (self._said is None or self._said.query()) and not self._some:
             self.low = None
-        high, low = _pair(x.reshape(-1, x.shape[-1]).t())
-        out = _of_columns(low, self.high, _of_columns(high, self.high))
+        rows = x.reshape(-1, x.shape[-1])
+        high, *low = _pair(rows.t()) if unit is None else ((rows / unit).bfloat16().t(),)
+        out = _of_columns(high, self.high)
+        for part in low:
+            out = _of_columns(part, self.high, out)
         if self.low is not None:
             out = _of_columns(high, self.low, out)
-        out = out if self.factor is None else out.mul_(self.factor)
+        for factor in (self.factor, unit):
+            out = out if factor is None else out.mul_(factor)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], -1)
 
 

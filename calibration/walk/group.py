@@ -190,7 +190,7 @@ class StandIn(Substitute):
         # The low-rank branch below reads the input unrounded, as kernels do at run time.
         rounded = self.group.round_input(x)
         if self.paired is not None and multiplies_pairs(rounded):
-            out = self.paired.linear(rounded)
+            out = self.paired.linear(rounded, unit=self.group.input_scale)
         else:
             out = nn.functional.linear(rounded, self.dense)
         branch = self.parts.branch(self.parts.input(x)) if self.parts.lowrank else None

@@ -75,6 +75,10 @@ def check_rounded_inputs(device: str) -> None:
         for part in ("second_moment", "drift", "residual"):
             ours, theirs = getattr(found, part), getattr(expected, part)
             assert (ours - theirs).norm() < 2.0**-9 * theirs.norm()
+        weight = drift[:40] / drift.abs().amax()
+        for stored in (weight, weight.bfloat16()):
+            y = fast_matmul.PairedWeight(stored).linear(rounded, unit=unit)
+            assert error(y, rounded.t(), stored.float().t()) < (LIMIT if stored is weight else 2.0**-20)
 
 
 def test_rounded_inputs_are_multiplied_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
