@@ -29,16 +29,7 @@ import torch
 from torch import Tensor
 
 from quant.base.parallel import in_parts
-from quant.calibration.solvers.gptq import (
-    Factor,
-    Gptq,
-    Rounding,
-    by_input,
-    corrected_weight,
-    encoded,
-    fixed_scales,
-    superblocks,
-)
+from quant.calibration.solvers import gptq
 from quant.calibration.solvers.interfaces import required_stats
 from quant.calibration.solvers.row_parallel import search_threads
 from quant.calibration.statistics import LayerStats
@@ -48,7 +39,7 @@ from quant.formats.tensor import BlockScaledTensor
 
 
 @dataclass(frozen=True)
-class Kfac(Gptq):
+class Kfac(gptq.Gptq):
     """Second-order rounding on both sides of a weight. See the module docstring."""
 
     pieces: int = 6  # that rows are divided into
@@ -67,18 +58,18 @@ class Kfac(Gptq):
         if not blocks:
             return super().__call__(weight, stats, format, global_scale=global_scale, name=name)
         factor = self.factor(stats, format, name)
-        weight = corrected_weight(weight.float(), stats.drift, factor, stats.residual)
-        fixed = fixed_scales(weight, format, global_scale, factor)
-        supers = superblocks(weight, format, factor)
+        weight = gptq.corrected_weight(weight.float(), stats.drift, factor, stats.residual)
+        fixed = gptq.fixed_scales(weight, format, global_scale, factor)
+        supers = gptq.superblocks(weight, format, factor)
         rows = _Rows(blocks, self.pieces, self.output_damping, weight.device)
-        target = by_input(weight, factor) if fixed is None else by_input(weight, factor) + fixed.shift
+        target = gptq.by_input(weight, factor) if fixed is None else gptq.by_input(weight, factor) + fixed.shift
         target = target[:, rows.order]
 
-        def rounding_of(target: Tensor, piece: slice) -> Rounding:
+        def rounding_of(target: Tensor, piece: slice) -> gptq.Rounding:
             own = rows.order[piece]
             step = None if fixed is None else fixed.step[:, own]
             own_supers = None if supers is None else supers.of_rows(own)
-            return Rounding(target, factor, format, global_scale, self.shortlist, step, supers=own_supers)
+            return gptq.Rounding(target, factor, format, global_scale, self.shortlist, step, supers=own_supers)
 
         start = rounding_of(target, slice(None))
         _in_threads(start, start.feed_back)
@@ -89,7 +80,7 @@ class Kfac(Gptq):
         if not rows.loss(target - values, factor) <= rows.loss(target - start.values, factor):
             values, scales = start.values, start.scales
         values, scales = values[:, rows.own_order], None if scales is None else scales[:, rows.own_order]
-        return encoded(values, scales, fixed, factor, format, global_scale, supers)
+        return gptq.encoded(values, scales, fixed, factor, format, global_scale, supers)
 
 
 class _OutputBlock(NamedTuple):
@@ -127,7 +118,7 @@ class _Rows:
             shifts = zip((columns[span] for span in spans), _shifts(A, spans), strict=True)
             self.blocks.append(_OutputBlock(columns, A, list(shifts)))
 
-    def loss(self, errors: Tensor, factor: Factor) -> float:
+    def loss(self, errors: Tensor, factor: gptq.Factor) -> float:
         """Returns tr(A E H Eᵀ) of errors `[in, out]`."""
         weighted = factor.H @ errors
         total = errors.new_zeros(())
@@ -137,7 +128,7 @@ class _Rows:
 
 
 def _descended(
-    start: Rounding, rows: _Rows, rounding_of: Callable[[Tensor, slice], Rounding]
+    start: gptq.Rounding, rows: _Rows, rounding_of: Callable[[Tensor, slice], gptq.Rounding]
 ) -> tuple[Tensor, Tensor | None]:
     """Returns values and scales after every piece of `start` was revisited with the others fixed."""
     errors = start.target - start.values
@@ -160,7 +151,7 @@ def _descended(
     return torch.cat([piece.values for piece in pieces], dim=1), torch.cat(scales, dim=1) if scales else None
 
 
-def _in_threads(rounding: Rounding, work: Callable[[slice], None]) -> None:
+def _in_threads(rounding: gptq.Rounding, work: Callable[[slice], None]) -> None:
     """Calls `work` with rows of `rounding`, which threads of a CPU share."""
     inputs, rows = rounding.target.shape
     in_parts(lambda start, stop: work(slice(start, stop)), rounding.target, rows, search_threads(rows, inputs))

@@ -28,16 +28,7 @@ from quant.base.json_files import json_text
 from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
-from quant.export.onnx import limits
-from quant.export.onnx.decoder_graph import (
-    Attention,
-    Graph,
-    GraphInput,
-    attending,
-    check_attends,
-    model_inputs,
-    operand_scales,
-)
+from quant.export.onnx import decoder_graph, limits
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
 from quant.export.onnx.expert_nodes import experts_as_ops
 from quant.export.onnx.genai import genai_program
@@ -63,7 +54,7 @@ def write_onnx(
     path: str | Path,
     *,
     shapes: str | Sequence[str] | None = None,
-    inputs: Mapping[str, GraphInput] | None = None,
+    inputs: Mapping[str, decoder_graph.GraphInput] | None = None,
     attention: str = "native",
     attention_scales: Mapping[str, AttentionScales] | None = None,
     capacity: int = 0,
@@ -144,7 +135,7 @@ def round_head(model: nn.Module, name: str) -> float:
 
 def _checked_scales(
     model: nn.Module,
-    inputs: Mapping[str, GraphInput] | None,
+    inputs: Mapping[str, decoder_graph.GraphInput] | None,
     attention: str,
     attention_scales: Mapping[str, AttentionScales] | None,
     capacity: int,
@@ -165,7 +156,7 @@ def _checked_scales(
                 f"the plan has attention in {plan.attention}, and no scales were given; pass attention_scales from "
                 "collect_attention_scales (--calib TEXT on the command line), or attention 'none'"
             )
-        scales = operand_scales(attention_scales)
+        scales = decoder_graph.operand_scales(attention_scales)
     if inputs is not None and (capacity or genai):
         raise ValueError(
             f"a graph with a KV cache has inputs of its own; leave {option('input')} out, or pass "
@@ -198,7 +189,7 @@ def parameter_dtypes(model: nn.Module) -> list[str]:
 def recorded_options(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of `write_onnx` that the JSON object under `EXPORT_KEY` records."""
     inputs = {
-        name: GraphInput(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(dims))
+        name: decoder_graph.GraphInput(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(dims))
         for name, (dtype, shape, dims) in record["inputs"].items()
     }
     scales = {}
@@ -224,7 +215,7 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _arguments(model: nn.Module, inputs: Mapping[str, GraphInput]) -> tuple[Any, ...] | dict[str, Any]:
+def _arguments(model: nn.Module, inputs: Mapping[str, decoder_graph.GraphInput]) -> tuple[Any, ...] | dict[str, Any]:
     """Returns the caller's inputs by name where the model has parameters of these names, or else in their order.
 
     `added_cond_kwargs.time_ids` is an entry of a dict.
@@ -243,8 +234,8 @@ def _forward_program(
     model: Any, shapes: str | Sequence[str] | None, attention: str, scales: Mapping[str, Sequence[float]], runtime: str
 ) -> Any:
     """Returns the ONNX model of one forward pass of a transformers model, as an `onnx_ir.Model`."""
-    inputs = model_inputs(model)
-    check_attends(model, {name: x.example for name, x in inputs.items()})
+    inputs = decoder_graph.model_inputs(model)
+    decoder_graph.check_attends(model, {name: x.example for name, x in inputs.items()})
     names = {module: name for name, module in model.named_modules()}
     # Configs of models that read sounds too may have a number of seconds under this name, beside the one of their text.
     longest = getattr(text_config(model.config), "max_position_embeddings", None)
@@ -252,10 +243,10 @@ def _forward_program(
     # Sliding windows need not cut sequences that are no longer than they are. The model's positions alone are no
     # limit: with RoPE the graph takes more.
     window = ranges.get(SEQUENCE, (1, None))[1] if shapes else None
-    function = Attention(names, kind=attention, scales=scales, window=window)
-    with attending(model, function, masked="attention_mask" in inputs):
+    function = decoder_graph.Attention(names, kind=attention, scales=scales, window=window)
+    with decoder_graph.attending(model, function, masked="attention_mask" in inputs):
         arguments = ({name: x.example for name, x in inputs.items()},)
-        exported = trace(Graph(model, function), arguments, inputs, ranges, split=len(inputs))
+        exported = trace(decoder_graph.Graph(model, function), arguments, inputs, ranges, split=len(inputs))
     return translate(exported, inputs, function.outputs, MODEL_PREFIX, model, runtime=runtime)
 
 

@@ -42,16 +42,7 @@ from quant.base.atomic import destination, put_file, temporary_directory
 from quant.base.errors import option, require, warn
 from quant.base.json_files import json_text, write_json
 from quant.base.processor import trim_heap
-from quant.export.onnx.dynamic_shapes import (
-    FP8_ATTENTION_MINIMUM,
-    Input,
-    Shapes,
-    as_profiles,
-    check_sequence,
-    format_profile,
-    graph_inputs,
-    parse_profile,
-)
+from quant.export.onnx import dynamic_shapes
 from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx.limits import layer_problem
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
@@ -136,7 +127,7 @@ def _explained(text: str) -> str:
     ways_out = {
         "Attention operation was not supported by a dedicated kernel": (
             "TensorRT has no fused attention for these shapes; where attention is in FP8, let its sequences start at "
-            f"{FP8_ATTENTION_MINIMUM} ({option('shapes')}), or export with {option('attention', 'none')}"
+            f"{dynamic_shapes.FP8_ATTENTION_MINIMUM} ({option('shapes')}), or export with {option('attention', 'none')}"
         ),
         # TensorRT-RTX 1.7.1: a decoder whose batch is 1 throughout gets two ops of one name.
         "Graph contains more than one op named": (
@@ -318,7 +309,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         target=target_names,
         backend=f"{library.module} {result['version']}",
         reason=library.reason,
-        profiles=[format_profile(profile) for profile in profiles],
+        profiles=[dynamic_shapes.format_profile(profile) for profile in profiles],
         contents=contents,
         kv_cache=(contents["export"] or {}).get("kv_cache"),
         seconds=round(seconds, 2),
@@ -465,24 +456,24 @@ def check_backend(model: Any, backend: str) -> None:
             )
 
 
-def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[Shapes]:
+def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[dynamic_shapes.Shapes]:
     """Returns the optimization profiles of a graph, none if its shapes are fixed; ValueError as in `parse_profile`."""
-    inputs = graph_inputs(model)
+    inputs = dynamic_shapes.graph_inputs(model)
     floors = attention_floors(model, inputs)
-    texts = as_profiles(shapes)
+    texts = dynamic_shapes.as_profiles(shapes)
     capacity = cache_capacity(model)
     if capacity is None:
-        profiles = [parse_profile(text, inputs, floors) for text in texts or [""]]
+        profiles = [dynamic_shapes.parse_profile(text, inputs, floors) for text in texts or [""]]
         return profiles if any(item.is_dynamic for item in inputs) else []
     # One token a row is a profile of its own: its kernels differ from the kernels for a long sequence. By default that
     # is for many rows, and chunks of prompts are for a few.
     floor, longest = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
     chunks = f"batch=1:1:8,sequence={floor}:{max(floor, longest // 2)}:{longest}"
     texts = texts or ["batch=1:8:32,sequence=1:1:1", chunks]
-    profiles = [parse_profile(text, inputs, {}, capacity) for text in texts]
+    profiles = [dynamic_shapes.parse_profile(text, inputs, {}, capacity) for text in texts]
     for profile in profiles:
         (_, low), _, (_, high) = profile[IDS]
-        check_sequence(high, capacity)
+        dynamic_shapes.check_sequence(high, capacity)
         if high > 1 and low < floor:
             raise ValueError(
                 f"{option('shapes')}: sequence starts at {low}, and TensorRT's fused FP8 attention needs one token or "
@@ -496,7 +487,7 @@ def cache_capacity(model: Any) -> int | None:
     return next((int(entry.value) for entry in model.metadata_props if entry.key == CAPACITY_KEY), None)
 
 
-def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
+def attention_floors(model: Any, inputs: Sequence[dynamic_shapes.Input]) -> dict[str, int]:
     """Returns the smallest value of each dimension that is the sequence of a quantized attention.
 
     Raises ValueError for a fixed sequence that has no fused kernel.
@@ -525,13 +516,13 @@ def attention_floors(model: Any, inputs: Sequence[Input]) -> dict[str, int]:
                 floors |= named - {item.dims[0] for item in inputs if item.dims}
             elif isinstance(sequence, str):
                 floors |= {sequence} & named
-            elif sequence < FP8_ATTENTION_MINIMUM:
+            elif sequence < dynamic_shapes.FP8_ATTENTION_MINIMUM:
                 raise ValueError(
                     f"{_node_label(node)}: FP8 attention over a fixed sequence of {sequence}; TensorRT fuses it for "
-                    f"one query, or from {FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with "
+                    f"one query, or from {dynamic_shapes.FP8_ATTENTION_MINIMUM} on: pad the sequence, or export with "
                     f"{option('attention', 'none')}"
                 )
-    return dict.fromkeys(sorted(floors), FP8_ATTENTION_MINIMUM)
+    return dict.fromkeys(sorted(floors), dynamic_shapes.FP8_ATTENTION_MINIMUM)
 
 
 def _shapes(model: Any) -> dict[str, Any]:

@@ -28,17 +28,7 @@ from typing import Any
 import numpy as np
 
 from quant.export.onnx.opsets import CACHE_PLUGIN
-from quant.export.tensorrt.plugin import (
-    KERNELS,
-    BundledKernel,
-    PluginMethods,
-    data_type,
-    field_collection,
-    interfaces,
-    pack,
-    register_creator,
-    type_name,
-)
+from quant.export.tensorrt import plugin
 from quant.kernels.base.ptx import compile_kernel
 
 CACHE_DTYPES = {"BF16": "*bf16", "FP16": "*fp16"}
@@ -64,7 +54,7 @@ class CacheSpec:
     softmax_scale: float = 0.0  # multiplies q·k; 0 stands for 1/√dim
 
 
-def compile_cache_attention(spec: CacheSpec, arch: int) -> list[BundledKernel]:
+def compile_cache_attention(spec: CacheSpec, arch: int) -> list[plugin.BundledKernel]:
     """Compiles the kernels of the plugin for one compute capability, by role: write, attend, reduce."""
     import triton
 
@@ -81,7 +71,7 @@ def compile_cache_attention(spec: CacheSpec, arch: int) -> list[BundledKernel]:
     return kernels
 
 
-def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> BundledKernel:
+def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> plugin.BundledKernel:
     import triton
 
     from quant.kernels.attention.portable_paged_kv_cache import kv_pages_write_kernel
@@ -104,10 +94,10 @@ def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> BundledKernel
     compiled = compile_kernel(
         kv_pages_write_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2, multiples=_PAGES
     )
-    return BundledKernel("write", tokens, compiled)
+    return plugin.BundledKernel("write", tokens, compiled)
 
 
-def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, int]) -> BundledKernel:
+def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, int]) -> plugin.BundledKernel:
     import triton
 
     from quant.kernels.attention.portable_paged_attention import paged_attention_kernel
@@ -145,10 +135,10 @@ def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, in
     compiled = compile_kernel(
         paged_attention_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=stages, multiples=_PAGES
     )
-    return BundledKernel(role, block_m, compiled)
+    return plugin.BundledKernel(role, block_m, compiled)
 
 
-def _reduce(spec: CacheSpec, arch: int, most: int) -> BundledKernel:
+def _reduce(spec: CacheSpec, arch: int, most: int) -> plugin.BundledKernel:
     import triton
 
     from quant.kernels.attention.portable_paged_attention import paged_attention_reduce_kernel
@@ -160,7 +150,7 @@ def _reduce(spec: CacheSpec, arch: int, most: int) -> BundledKernel:
     compiled = compile_kernel(
         paged_attention_reduce_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2
     )
-    return BundledKernel("reduce", most, compiled)
+    return plugin.BundledKernel("reduce", most, compiled)
 
 
 # The class of TensorRT-RTX is for builds: the builder asks it for types and shapes, and stores the node's attributes
@@ -173,7 +163,7 @@ _TYPES = {"fp8": ("FP8", "FP8"), "nvfp4": ("FP8", "FP8", "FP8", "FP8")}
 def register(trt: Any, archs: Sequence[int]) -> None:
     """Makes the plugin known to TensorRT-RTX before it parses a file; `build.check_backend` refuses full TensorRT."""
     plugin_class = _plugin_class(trt, tuple(archs))
-    register_creator(trt, CACHE_PLUGIN, as_fields("fp8", 0.0), lambda values: plugin_class(*from_fields(values)))
+    plugin.register_creator(trt, CACHE_PLUGIN, as_fields("fp8", 0.0), lambda values: plugin_class(*from_fields(values)))
 
 
 def as_fields(format: str, softmax_scale: float, kernels: bytes = b"") -> dict[str, np.ndarray]:
@@ -182,20 +172,20 @@ def as_fields(format: str, softmax_scale: float, kernels: bytes = b"") -> dict[s
         "softmax_scale": np.array([softmax_scale], np.float32),
         "format": np.frombuffer(format.encode("ascii"), np.int8),
     }
-    return {**fields, KERNELS: np.frombuffer(kernels, np.int8)} if kernels else fields
+    return {**fields, plugin.KERNELS: np.frombuffer(kernels, np.int8)} if kernels else fields
 
 
 def from_fields(fields: Mapping[str, Any]) -> tuple[str, float, bytes]:
     """Reads fields, as the inverse of `as_fields`."""
     text = np.asarray(fields["format"]).tobytes().rstrip(b"\0").decode("ascii")
-    kernels = np.asarray(fields[KERNELS]).tobytes() if KERNELS in fields else b""
+    kernels = np.asarray(fields[plugin.KERNELS]).tobytes() if plugin.KERNELS in fields else b""
     return text, float(np.asarray(fields["softmax_scale"]).reshape(-1)[0]), kernels
 
 
 def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
     """Returns the `IPluginV3` that the builder asks, which compiles the kernels for each of `archs`."""
 
-    class Plugin(PluginMethods, *interfaces(trt)):  # type: ignore[misc]
+    class Plugin(plugin.PluginMethods, *plugin.interfaces(trt)):  # type: ignore[misc]
         def __init__(self, format: str, softmax_scale: float, kernels: bytes) -> None:
             self.cache_types = _TYPES[format]
             self.begin(CACHE_PLUGIN, outputs=1 + len(self.cache_types))
@@ -205,7 +195,7 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
             return Plugin(self.format, self.softmax_scale, self.kernels)
 
         def get_output_data_types(self, input_types: Any) -> Any:
-            return [input_types[0], *(data_type(trt, name) for name in self.cache_types)]
+            return [input_types[0], *(plugin.data_type(trt, name) for name in self.cache_types)]
 
         def get_output_shapes(self, inputs: Any, shape_inputs: Any, builder: Any) -> Any:
             last = _FIRST_CACHE + len(self.cache_types)
@@ -219,22 +209,22 @@ def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
                 index = position - num_inputs + _FIRST_CACHE - 1
             caches = range(_FIRST_CACHE, _FIRST_CACHE + len(self.cache_types))
             if index < _FIRST_CACHE:
-                fits = described.type == first and type_name(trt, first) in CACHE_DTYPES
+                fits = described.type == first and plugin.type_name(trt, first) in CACHE_DTYPES
             elif index in caches:
-                fits = described.type == data_type(trt, self.cache_types[index - _FIRST_CACHE])
+                fits = described.type == plugin.data_type(trt, self.cache_types[index - _FIRST_CACHE])
             else:
                 fits = described.type == (trt.DataType.FLOAT if index < caches.stop + 2 else trt.DataType.INT32)
             return fits and described.format == trt.TensorFormat.LINEAR
 
         def configure_plugin(self, inputs: Any, outputs: Any) -> None:
             q, k, cache = (tuple(map(int, inputs[index].desc.dims)) for index in (0, 1, _FIRST_CACHE))
-            dtype = type_name(trt, inputs[0].desc.type)
+            dtype = plugin.type_name(trt, inputs[0].desc.type)
             spec = CacheSpec(q[3], q[1] // k[1], cache[2], self.format, dtype, self.softmax_scale)
-            self.kernels = pack(kernel for arch in archs for kernel in compile_cache_attention(spec, arch))
+            self.kernels = plugin.pack(kernel for arch in archs for kernel in compile_cache_attention(spec, arch))
 
         def get_fields_to_serialize(self) -> Any:
             fields = as_fields(self.format, self.softmax_scale, self.kernels)
-            self.alive.append(collection := field_collection(trt, fields, self.alive))
+            self.alive.append(collection := plugin.field_collection(trt, fields, self.alive))
             return collection
 
     return Plugin
