@@ -31,8 +31,6 @@ thousands, as in a denoiser, that would be most of a block's time: there q, k an
 model rounds them, in the original pass and in the quantized ones alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -182,14 +180,14 @@ class SplitMatrix:
             matrix = _pair(matrix) if has_pairs(matrix) else (matrix,)
         self.parts = matrix
 
-    def __getitem__(self, index: Any) -> SplitMatrix:
+    def __getitem__(self, index: Any) -> "SplitMatrix":
         return SplitMatrix(tuple(part[index] for part in self.parts))
 
-    def t(self) -> SplitMatrix:
+    def t(self) -> "SplitMatrix":
         """Returns the transposed matrix, as a view."""
         return SplitMatrix(tuple(part.t() for part in self.parts))
 
-    def __matmul__(self, other: SplitMatrix) -> Tensor:
+    def __matmul__(self, other: "SplitMatrix") -> Tensor:
         """Returns the product, float32."""
         if len(self.parts) == 1:
             return self.parts[0] @ other.parts[0]

@@ -20,8 +20,6 @@ Everything that walks over token rows slices them, splits them into batches and 
 and split alike, and while `taking_inputs` is open the model takes a batch of them for the arguments that it holds.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -126,7 +124,7 @@ class Inputs:
     def __len__(self) -> int:
         return len(self.calls)
 
-    def __getitem__(self, rows: slice) -> Inputs:
+    def __getitem__(self, rows: slice) -> "Inputs":
         return Inputs(self.calls[rows], alone=self.alone)
 
     @property
@@ -157,11 +155,11 @@ class Inputs:
         # Code that distinguishes token ids [rows, seqlen] from other inputs expects two dimensions.
         return 4
 
-    def to(self, device: Any) -> Inputs:
+    def to(self, device: Any) -> "Inputs":
         """Returns the same calls on another device."""
         return Inputs(moved(self.calls, device), alone=self.alone)
 
-    def split(self, rows: int) -> list[Inputs]:
+    def split(self, rows: int) -> "list[Inputs]":
         """Returns batches of at most `rows` consecutive calls whose arguments have one shape and can be joined."""
         batches: list[list[Arguments]] = []
         for call in self.calls:

@@ -15,8 +15,6 @@ a global scale   `nvfp4`: block scales are found at run time, and calibration se
 Other formats find all their scales at run time and have nothing to observe (`Format.is_static`).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -84,7 +82,7 @@ class Histogram:
         self.counts += counts[: self.bins]
         self.zeros += counts[self.bins]
 
-    def merged(self, bins: int) -> Histogram:
+    def merged(self, bins: int) -> "Histogram":
         """Returns the same histogram in fewer bins, a power of two."""
         merged = Histogram(bins)
         merged.exponent, merged.amax, merged.zeros = self.exponent, self.amax, self.zeros

@@ -26,8 +26,6 @@ everything outside of them once. The model's own tensors stay where they are, pe
 untouched: nothing is ever copied back.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 from collections import deque
@@ -143,7 +141,9 @@ class Session:
     seed: int = 0
 
     @classmethod
-    def on(cls, device: Device, *, progress: Progress | None = None, memory: int | None = None, seed: int = 0) -> Self:
+    def on(
+        cls, device: "Device", *, progress: Progress | None = None, memory: int | None = None, seed: int = 0
+    ) -> Self:
         """Returns a session on "auto", "cpu", "cuda", "cuda:N", or a device; None is where the model is."""
         return cls(find_device(device), memory, progress, seed=seed)
 
@@ -407,7 +407,7 @@ def placed(
 def _visiting(
     blocks: Mapping[int, nn.Module],
     parts: Sequence[list[nn.Module]],
-    borrowed: dict[int, DeviceCopies],
+    borrowed: "dict[int, DeviceCopies]",
     prefetcher: Prefetcher,
     dtype: torch.dtype | None,
     tensors_to_copy: Callable[[Iterable[nn.Module]], list[Tensor]],

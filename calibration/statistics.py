@@ -32,8 +32,6 @@ which needs three running sums a pair: of P_r², n_r P_r and P_r. They are kept 
 is a ratio of sums over pairs. Pieces from different kinds of text differ more, and λ grows by itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -132,7 +130,7 @@ class LayerStats:
     mean_residual: Tensor | None = None  # the mean of s, `[out]`; None without `residual`
     # second moment of the gradients at the layers' outputs, one after the other, or its diagonal blocks; None where it
     # was not measured
-    outputs: LayerStats | None = None
+    outputs: "LayerStats | None" = None
 
     @property
     def matrix(self) -> Tensor:
@@ -156,7 +154,7 @@ class LayerStats:
         # The last block is padded by zeros.
         return [block[: size - i * width, : size - i * width] for i, block in enumerate(self.block_moments)]
 
-    def of_outputs(self, start: int, stop: int) -> LayerStats:
+    def of_outputs(self, start: int, stop: int) -> "LayerStats":
         """Returns the same statistics for some neighbouring outputs of the layers that share the input."""
         cut = slice(start, stop)
         residual, outputs = None if self.residual is None else self.residual[cut], self.outputs

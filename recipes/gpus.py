@@ -6,8 +6,6 @@ Capabilities follow from the compute capability: FP8 tensor cores from 8.9 on, b
 wgmma on 9.0 only. This file is read without torch; `kernels/base/hardware.py` finds the GPU of the machine.
 """
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -82,7 +80,7 @@ class Hardware:
         plain = ("int8",) + (("fp8",) if self.has_fp8 else ())
         return plain + (("mxfp8", "mxfp6", "mxfp4", "nvfp4") if self.has_block_scales else ())
 
-    def at_power(self, watts: float) -> Hardware:
+    def at_power(self, watts: float) -> "Hardware":
         """Returns the GPU in its power mode of `watts`; UserError where no such mode of it is known."""
         mode = next((mode for mode in self.modes if mode.watts == watts), None)
         if mode is None:

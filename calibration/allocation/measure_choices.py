@@ -10,8 +10,6 @@ Corrections by gradients at the quantized model were measured and taken out: on 
 nearest) two rounds changed the loss at 4.8 bits by −0.7, −1.8 and +2.1% on three texts, and no layer at `max_kl` 0.17.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -181,7 +179,7 @@ class HeldOut:
     task: tuple[Answers, Answers] | None = None  # questions to choose on and to verify with, of a limit on a task
 
     @classmethod
-    def halves(cls, texts: Mapping[str, Tensor]) -> HeldOut:
+    def halves(cls, texts: Mapping[str, Tensor]) -> "HeldOut":
         """Returns both parts of texts that are held out."""
         for name, rows in texts.items():
             if len(rows) < 2:
@@ -194,7 +192,7 @@ class HeldOut:
         return cls(check, {name: rows[len(rows) // 2 :] for name, rows in texts.items()})
 
     @classmethod
-    def from_calibration(cls, rows: Tensor) -> tuple[Tensor, HeldOut]:
+    def from_calibration(cls, rows: Tensor) -> "tuple[Tensor, HeldOut]":
         """Returns the rows that are left to calibrate with, and both parts taken out of them."""
         if len(rows) < 3:
             raise UserError(
@@ -211,7 +209,7 @@ class HeldOut:
         return calibration, cls({_CALIBRATION: check}, {_CALIBRATION: verify})
 
     @classmethod
-    def without_verification(cls, check: Tensor) -> HeldOut:
+    def without_verification(cls, check: Tensor) -> "HeldOut":
         """Returns the calibration rows that a budget is checked on."""
         return cls({_CALIBRATION: check}, {})
 

@@ -22,8 +22,6 @@ do: −33 where the logits differ by tenths. So the mean Σ p d is subtracted fr
 row from the rows of W before they are rounded to BF16.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -81,7 +79,7 @@ def start_sum(values: Tensor, name_of: Callable[[int], str], quantity: str) -> L
     return wait
 
 
-def divergence_of(model: nn.Module, rows: Tensor) -> Divergence:
+def divergence_of(model: nn.Module, rows: Tensor) -> "Divergence":
     """Returns the divergence for `model`: of next tokens with an output head, of classes for one vector a row."""
     if is_denoiser(model):
         return Prediction(model)

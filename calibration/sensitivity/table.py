@@ -12,8 +12,6 @@ The file is JSON, written whole or not at all. Its key is a hash of the model, t
 run continues from it, and never from another model's scores.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -157,6 +155,6 @@ class Sensitivity(JsonData):
         write_json(path, self.to_dict(), ensure_ascii=False)
 
     @classmethod
-    def load(cls, path: str | Path) -> Sensitivity:
+    def load(cls, path: str | Path) -> "Sensitivity":
         """Reads a table."""
         return read_json(path, "a sensitivity table", cls.from_dict)

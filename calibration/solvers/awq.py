@@ -11,8 +11,6 @@ AWQ          tries several powers and keeps the one whose rounded layer comes cl
 The division by s costs no time where it can be folded into the module that produces x (see `fold`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +41,7 @@ class Awq(Transform):
     # that matter most out of the rounding, so the remaining residual needs a higher power.
     rank: int = 0
 
-    def followed_by(self, rounding: Solver, rank: int) -> Awq:
+    def followed_by(self, rounding: Solver, rank: int) -> "Awq":
         return replace(self, inputs_alone=rounding.feeds_back, rank=rank)
 
     def __call__(

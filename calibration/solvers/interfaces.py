@@ -4,8 +4,6 @@ A rounding solver gives codes and scales for a weight, and says what it needs fo
 abilities and never for a solver's type. A transform scales input channels before rounding.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -82,7 +80,7 @@ class GroupInputs:
     # where it was not measured.
     output_blocks: Sequence[Tensor] = ()
 
-    def divided(self, divisor: Tensor) -> GroupInputs:
+    def divided(self, divisor: Tensor) -> "GroupInputs":
         """Returns the statistics of the same inputs divided by `divisor` `[in]`."""
         sample, mean_abs, amax = (part / divisor for part in (self.sample, self.mean_abs, self.amax))
         return GroupInputs(sample, mean_abs, amax, self.output_blocks)
@@ -91,7 +89,7 @@ class GroupInputs:
 class Transform:
     """Chooses an input scale s for a fusion group: its weights become W diag(s) and its inputs x / s."""
 
-    def followed_by(self, rounding: Solver, rank: int) -> Transform:
+    def followed_by(self, rounding: Solver, rank: int) -> "Transform":
         """Returns the transform that suits a rounding solver, and a 16-bit branch of `rank` if that is not 0."""
         return self
 

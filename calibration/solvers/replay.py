@@ -8,8 +8,6 @@ bits.
 A graph keeps its operands. Together they may take a part of the GPU's memory; shapes beyond it stay without graphs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,7 +19,7 @@ from torch import Tensor
 
 _SHARE = 8  # of the GPU's memory, one part in so many may be kept
 
-_replays: ContextVar[Replays | None] = ContextVar("replays", default=None)
+_replays: "ContextVar[Replays | None]" = ContextVar("replays", default=None)
 
 
 class Work(Protocol):

@@ -4,8 +4,6 @@ The memory of a GPU is not estimated, because its allocator and kernels decide h
 room for a block, `reporting_block` says which block it was.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import os
@@ -41,7 +39,7 @@ class Scratch(NamedTuple):
     memory: int | None = None  # bytes that the run may use; None for no limit, and then all results stay in memory
 
     @classmethod
-    def of(cls, session: Session) -> Scratch:
+    def of(cls, session: Session) -> "Scratch":
         """Returns the files of a run that keeps finished steps in a directory; memory for one that keeps none."""
         return cls(session.store.directory, session.usable_memory())
 

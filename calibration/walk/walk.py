@@ -24,8 +24,6 @@ layer remembers its outputs while its block is worked on, because the passes of 
 beginnings; a block costs three forward passes in all, one of them the reference.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import UserDict
@@ -132,7 +130,7 @@ class States:
     original: list[Tensor]
     few: Tensor  # the hidden states of the original blocks on a few tokens
 
-    def moved(self, move: Callable[[Tensor], Tensor]) -> States:
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "States":
         """Returns the same states on another device; states on a few tokens stay."""
         quantized = list(map(move, self.quantized))
         # Solvers that look only at original inputs walk with one list; two would take twice the memory.

@@ -34,8 +34,6 @@ llama.cpp knows each rule that splits texts by a name (`tokenizer.ggml.pre`). Th
 tokenizer.json, from which the name follows; of a rule that is not in `_SPLITS` there is no name to write.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -334,7 +332,7 @@ class Rows:
 
     weight: BlockScaledTensor | Tensor
 
-    def take(self, rows: Tensor | slice) -> Rows:
+    def take(self, rows: Tensor | slice) -> "Rows":
         """Returns rows `[..., out, in]` of the last but one dimension; of a vector, its elements."""
         weight = self.weight
         if isinstance(weight, Tensor):

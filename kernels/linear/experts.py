@@ -11,8 +11,6 @@ On a GPU the kernels of `portable_grouped_gemm.py` run the op; on a CPU each exp
 are computed as in `quant::linear`, expert by expert; the backward pass does wait for the offsets.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import pairwise
@@ -254,11 +252,11 @@ class ExpertStack(nn.Module):
         """Returns the parameter with dequantized values."""
         return self.stacking.parameter(torch.stack([self.dense(index) for index in range(self.stacking.experts)]))
 
-    def view(self, *shape: Any) -> ExpertStack:
+    def view(self, *shape: Any) -> "ExpertStack":
         """Returns the stack itself: modeling code views a parameter of two dimensions as one of three to index it."""
         return self
 
-    def transpose(self, first: int, second: int) -> TransposedStack:
+    def transpose(self, first: int, second: int) -> "TransposedStack":
         """Returns the stack for a `bmm`, which multiplies by the transpose of each matrix `[out, in]`."""
         if {first % 3, second % 3} != {1, 2} or self.stacking.transposed:
             raise TypeError(f"quantized experts are no tensor that can be transposed by ({first}, {second})")
@@ -309,7 +307,7 @@ class ExpertMatrix:
         self.stack, self.index, self.transposed = stack, index, transposed
 
     @property
-    def T(self) -> ExpertMatrix:  # noqa: N802 -- as of a tensor
+    def T(self) -> "ExpertMatrix":  # noqa: N802 -- as of a tensor
         """The transpose."""
         return ExpertMatrix(self.stack, self.index, not self.transposed)
 

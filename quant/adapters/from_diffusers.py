@@ -6,8 +6,6 @@ Quantized modules stand in the model, on the meta device, before diffusers looks
 are not quantized, in the dtype that it is asked for, and `read_buffers` gives the others, as in transformers.
 """
 
-from __future__ import annotations
-
 import shlex
 from enum import StrEnum
 from pathlib import Path

@@ -13,8 +13,6 @@ count their true sizes. transformers then reads the files, and `_ReadLayer` turn
 buffers of its module, by the functions that `quant.load` uses.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]
         options: the other options of `quant.quantize`, such as `solver`, `exclude`, `bits` or `device`.
     """
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> QuantConfig:
+    def __new__(cls, *args: Any, **kwargs: Any) -> "QuantConfig":
         return super().__new__(_Config)
 
     def __init__(self, recipe: str | Recipe | Plan | None = None, data: Any = None, **options: Any) -> None:
@@ -185,7 +183,7 @@ class _ReadLayer(ConversionOps):  # type: ignore[misc]
     def __init__(self, quantizer: Quantizer) -> None:
         self.hf_quantizer = quantizer  # by this name transformers knows not to cast the operation's input
 
-    def __deepcopy__(self, memo: Any) -> _ReadLayer:
+    def __deepcopy__(self, memo: Any) -> "_ReadLayer":
         return self
 
     def convert(self, input_dict: dict[str, Any], *, full_layer_name: str, **kwargs: Any) -> dict[str, Tensor]:

@@ -8,8 +8,6 @@ A `Fingerprint` recognises a model by its logits for fixed token ids: `quantize`
 check` loads the checkpoint, runs the same ids and compares the logits.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -206,7 +204,7 @@ class Evaluation(JsonData):
     accuracy: float | None = None
     baseline_accuracy: float | None = None
     text: str | None = None
-    others: tuple[Evaluation, ...] = ()
+    others: "tuple[Evaluation, ...]" = ()
 
     def __repr__(self) -> str:
         """Returns the figures of every text in one line."""
@@ -256,7 +254,7 @@ class Evaluation(JsonData):
         return f" (95% over {counted(self.rows or 0, 'row')}: {low}–{high})"
 
     @property
-    def texts(self) -> tuple[Evaluation, ...]:
+    def texts(self) -> "tuple[Evaluation, ...]":
         """The figures on every text."""
         return self, *self.others
 
@@ -266,7 +264,7 @@ class Evaluation(JsonData):
         return self.cosine if self.kl is None else self.kl
 
     @property
-    def worst(self) -> Evaluation:
+    def worst(self) -> "Evaluation":
         """The figures on the text on which the model is furthest from its baseline."""
         # Without a baseline all losses are None, and the first text is returned.
         return max(self.texts, key=lambda each: each.loss or 0.0)

@@ -14,8 +14,6 @@ Configs are read and checked here: transformers checks some fields, and wrong va
 its models, which become one line.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import json
@@ -488,7 +486,7 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
             raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights in the files")
 
 
-def check_elements(model: nn.Module, files: Iterable[Path], where: Path) -> None:
+def check_elements(model: "nn.Module", files: Iterable[Path], where: Path) -> None:
     """Raises UserError for a model, on the meta device, with far more parameters than the weights in its files.
 
     transformers takes a default for each size that a config or header does not name: those of a Llama are of 7B.

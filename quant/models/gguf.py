@@ -8,8 +8,6 @@ for a parsed file, so `shared_parsing` replaces the two functions of the gguf pa
 that do the same work once.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -8,8 +8,6 @@
 diffusers builds pipeline and components; of a denoiser that is quantized its class builds the outline.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -5,8 +5,6 @@ must work on the same files: `check_same` compares them before anything is compu
 spread evenly over it are compared: enough to notice another model or revision, not a flipped bit.
 """
 
-from __future__ import annotations
-
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,7 +64,7 @@ class Job:
         return is_directory and self.source.kind == SourceKind.HUGGINGFACE
 
     @contextmanager
-    def stages(self) -> Iterator[tuple[Job, StageProgress]]:
+    def stages(self) -> "Iterator[tuple[Job, StageProgress]]":
         """Gives the same job with a listener that counts stages, and the counter of these stages."""
         with self.listener.stages() as progress:
             yield replace(self, session=replace(self.session, progress=progress)), progress

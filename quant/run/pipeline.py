@@ -13,8 +13,6 @@
 Everything is computed on calls of the original, so that no step depends on an image that has drifted.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import math
@@ -169,7 +167,7 @@ class _Prompts:
     source: str
 
     @classmethod
-    def of(cls, request: Request) -> _Prompts:
+    def of(cls, request: Request) -> "_Prompts":
         """Returns the prompts of the file that a request names, one a line, or of the list that ships.
 
         A line that is a JSON object holds arguments of the pipeline, such as a prompt, a size and a number of frames.

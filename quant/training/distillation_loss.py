@@ -14,8 +14,6 @@ A teacher's likeliest tokens are kept in a file (`cache_teacher`), so that a stu
 A row of 512 tokens takes 262 kB at k = 64.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -112,7 +110,7 @@ class CachedTeacher:
     _index: dict[str, int]
 
     @classmethod
-    def open(cls, path: str | os.PathLike[str]) -> CachedTeacher:
+    def open(cls, path: str | os.PathLike[str]) -> "CachedTeacher":
         """Opens a file; UserError if it is not one of `cache_teacher`."""
         path = Path(path)
         if path.is_dir():
@@ -140,7 +138,7 @@ class CachedTeacher:
         index = {_digest(row): index for index, row in enumerate(rows)}
         return cls(path, rows, temperature, vocabulary, tokens, logp, index)
 
-    def of(self, batch: Tensor, temperature: float) -> TopTeacher:
+    def of(self, batch: Tensor, temperature: float) -> "TopTeacher":
         """Returns the teacher's next tokens for a batch of its rows, int64 `[n, seqlen]`, in any order.
 
         Raises:

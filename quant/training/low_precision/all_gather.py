@@ -10,8 +10,6 @@ So a layer computes the same as after a gather in BF16. A weight whose shards wo
 else sees the tensor that it holds: optimizers, checkpoints and tensors that are made from it are plain.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -39,7 +37,7 @@ class ShardInFP8(Tensor):
     """A weight `[out, in]`, or a shard of one, that FSDP2 gathers as E4M3 codes and scales of 128×128 squares."""
 
     @staticmethod
-    def __new__(cls, tensor: Tensor) -> ShardInFP8:
+    def __new__(cls, tensor: Tensor) -> "ShardInFP8":
         return Tensor._make_wrapper_subclass(
             cls,
             tensor.size(),
@@ -67,7 +65,7 @@ class ShardInFP8(Tensor):
         return ["tensor"], None
 
     @staticmethod
-    def __tensor_unflatten__(tensors: dict[str, Tensor], context: None, size: Any, stride: Any) -> ShardInFP8:
+    def __tensor_unflatten__(tensors: dict[str, Tensor], context: None, size: Any, stride: Any) -> "ShardInFP8":
         return ShardInFP8(tensors["tensor"])
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -10,8 +10,6 @@ that saves, and are made again elsewhere. Layers that read the same input (q, k 
 shared between layers by `native_fusions.py`.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -28,8 +28,6 @@ values in place (`y.mul_(2)`) would not be seen. Without a compiler y is quantiz
 Norms and MLPs keep their class, their parameters and their hooks; only their `forward` is ours.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

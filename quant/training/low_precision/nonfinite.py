@@ -19,8 +19,6 @@ gradients are finite, leaves out that step, too. `report.nonfinite()` tells the 
 The watch is an attribute of its model, so that a copy of the model, and one that is read from a pickle, has its own.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 from collections.abc import Callable, Mapping
@@ -47,7 +45,7 @@ _Layers = Mapping[str, LowPrecisionLinear | LowPrecisionStack]
 class GradientWatch:
     """Watches the gradients of one model in low-precision training; UserError for an action of another name."""
 
-    _watches: ClassVar[weakref.WeakKeyDictionary[nn.Module, GradientWatch]] = weakref.WeakKeyDictionary()
+    _watches: ClassVar["weakref.WeakKeyDictionary[nn.Module, GradientWatch]"] = weakref.WeakKeyDictionary()
     _hook: ClassVar[Any] = None
 
     def __init__(self, action: str) -> None:

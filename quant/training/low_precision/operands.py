@@ -21,8 +21,6 @@ in Transformer Engine's order is one op, `quant::nvfp4_operand`, and one kernel 
 steps, which they would compile anew for each size.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +84,7 @@ class Operand:
     is_exact_in_bf16: bool
 
     @property
-    def transposed(self) -> Operand:
+    def transposed(self) -> "Operand":
         """The same values for the product that sums over the rows; square blocks and tensor scales allow that."""
         return Operand(self.values.t(), self.factor, self.is_exact_in_bf16)
 

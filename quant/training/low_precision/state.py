@@ -16,8 +16,6 @@ communication. Ranks are those of the DDP that holds a layer, and of the mesh ov
 placed its weight. Whoever averages gradients in another way calls `report.reduce_amax(group)` on all ranks.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +98,7 @@ class LowPrecision:
     largest_input: Tensor | None = None
     largest_gradient: Tensor | None = None
     # Of another backend in place of the emulated ones: x, weight, this object, and x of all ranks, to y.
-    products: Callable[[Tensor, Tensor, LowPrecision, Tensor], Tensor] | None = None
+    products: "Callable[[Tensor, Tensor, LowPrecision, Tensor], Tensor] | None" = None
     deployed: Any = None  # the layer for evaluation, with the tensors that it was made from; see `deployed_layer`
 
     def __post_init__(self) -> None:

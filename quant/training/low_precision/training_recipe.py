@@ -23,8 +23,6 @@ operands of dw; it cancels in the product, since HᵀH = 1. Gradients are rounde
 that makes the mean exact: round-to-nearest has a bias that adds up over the steps, noise averages out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -97,7 +95,7 @@ class TrainingRecipe:
         return max([16, *(size for size in blocks if size < 128)])
 
     @property
-    def of_gradients(self) -> TrainingRecipe:
+    def of_gradients(self) -> "TrainingRecipe":
         """The recipe as it rounds dy: mapping a block to 4 would cost gradients range, and a bias with it."""
         return replace(self, four_over_six=False) if self.four_over_six else self
 
