@@ -382,6 +382,8 @@ class Plan:
         """Undoes `to_dict`; ValueError for a field that cannot be read, or a fusion group whose members disagree."""
         fields = dict(typed(dict[str, Any], fields, "plan"))
         version = fields.pop("schema_version", None)
+        if "layers" not in fields or "plan_digest" in fields:  # a config, or a report
+            raise ValueError("it is another document")
         if version != SCHEMA_VERSION:
             raise ValueError(f"plan schema_version is {version!r}; this release reads {SCHEMA_VERSION}")
         check_fields(fields, cls, "plan")

@@ -165,6 +165,7 @@ def near_glob(glob: str, names: Iterable[str]) -> str:
         return near[0] if near else word[0]
 
     meant = re.sub(r"[^.*?[\]]+", nearest, glob)
+    meant = meant if matched(meant, names) else f"*.{meant}"
     return f"; did you mean {meant}?" if meant != glob and matched(meant, names) else ""
 
 

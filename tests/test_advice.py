@@ -335,6 +335,29 @@ COMMANDS = [
     Row("plan edit {plan} --out {out}", "--guard", add="--guard 0.1␣fp8␣keep"),
     Row("plan edit {plan} --out {out}", "--observer", add="--observer mse"),
     Row(
+        "quantize {model} --format fp8_channel --exclude down_proj --out {out}",
+        "did you mean *.down_proj?",
+        drop="--exclude down_proj",
+        add="--exclude *.down_proj",
+    ),
+    Row(
+        "quantize {case}/model/config.json --format fp8_channel --out {out}",
+        "name the directory of the model",
+        instead="quantize {model} --format fp8_channel --out {out}",
+    ),
+    Row("inspect {plan}", "`quant plan show` shows a plan", instead="plan show {plan}"),
+    Row(
+        "inspect {case}/model.gguf",
+        "`quant evaluate` measures it",
+        instead="evaluate {case}/model.gguf --text {ids} --samples 2 --seqlen 16",
+    ),
+    Row(
+        f"distill {{stored}} --teacher {{case}}/narrow --data {{ids}} --steps 1 {TRAINED}",
+        "is outside the model's vocabulary of 64",
+        drop="--teacher {case}/narrow",
+        add="--teacher {model}",
+    ),
+    Row(
         "plan show {plan} --match *.q_prog",
         "did you mean *.q_proj?",
         drop="--match *.q_prog",

@@ -97,6 +97,10 @@ def check_checkpoint(directory: Path) -> None:
         raise UserError(f"{directory}: no such file or directory{near_file(directory)}")
     if is_export(directory):
         raise UserError(f"{directory} is an export; name the checkpoint that it was made from")
+    if directory.suffix == ".gguf":
+        raise UserError(f"{directory}: a GGUF file is for llama.cpp; `quant evaluate` measures it")
+    if directory.suffix == ".json" and not any(directory.parent.glob("model*.safetensors")):
+        raise UserError(f"{directory}: no directory of a checkpoint; `quant plan show` shows a plan")
     if directory.is_file() and is_checkpoint(directory.parent):
         raise UserError(f"{directory} is a file of a checkpoint; name its directory, {directory.parent}")
     file = directory / "config.json"

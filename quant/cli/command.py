@@ -25,7 +25,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from importlib import metadata
@@ -361,18 +361,22 @@ class Command(click.Command):
                 click.echo(f"warning: {name} is {new} since 0.4", err=True)
                 args[index] = f"{new}{equals}{value}"
         ctx.meta[_ARGUMENTS] = list(args)
-        # click silently takes the last of several values.
-        _, _, order = self.make_parser(ctx).parse_args(list(args))
-        for option, count in Counter(order).items():
-            if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
-                raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
         try:
+            # click silently takes the last of several values.
+            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            for option, count in Counter(order).items():
+                if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
+                    raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
             given = re.match("'(.*)' is not one of", error.message)
             if given and error.param is not None and isinstance(error.param.type, click.Choice):
                 near = did_you_mean(given[1], error.param.type.choices)
                 raise click.BadParameter(error.message.removesuffix(".") + near, ctx, error.param) from None
+            raise
+        except click.UsageError as error:
+            if hint := _hint(ctx.meta[_ARGUMENTS], own):
+                raise click.UsageError(error.format_message().removesuffix(".") + hint, ctx) from None
             raise
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -443,6 +447,18 @@ class Command(click.Command):
             if exit_code != _FOLLOWED or rank == 0:
                 echo(f"error: {message}{_goes_on(ctx.params) if exit_code == _FOLLOWED else ''}", err=True)
             ctx.exit(exit_code)
+
+
+def _hint(arguments: Sequence[str], options: Iterable[str]) -> str:
+    """Returns the end of a message on arguments that a word processor or a pasted line break changed."""
+    for argument in arguments:
+        dashes = re.match("[-‐–—−]*", argument)
+        name = f"--{argument[dashes.end() :].partition('=')[0]}" if dashes else ""
+        if name in options and not argument.startswith("--"):
+            return f"; did you mean {name}?"
+        if not argument.strip("\\ \t\r\n"):
+            return "; in a pasted command the backslash has to be the last character of its line"
+    return ""
 
 
 def _as_line(error: Exception) -> tuple[str, int]:

@@ -77,6 +77,8 @@ def sniff(path: Path) -> SourceKind:
     # a damaged header is then reported as one, and not as an unknown file type.
     if head[8:9] == b"{" or path.suffix == ".safetensors":
         return SourceKind.SAFETENSORS
+    if path.suffix == ".json":
+        raise UserError(f"{path}: holds no weights; name the directory of the model")
     raise UserError(f"{path}: unknown file type (it starts with {head[:8]!r}); expected {_KNOWN}")
 
 

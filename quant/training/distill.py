@@ -35,6 +35,7 @@ from quant.calibration.layer_result import unmeasured_result
 from quant.calibration.outputs.logits import check_evaluable
 from quant.calibration.session import Session, describe, device_of, find_device
 from quant.calibration.texts import sources
+from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation, fingerprint
@@ -319,6 +320,7 @@ def prepare_distill_inputs(
     data, tokenizer = ", ".join(options.data) or "mix", sources.tokenizer_if_any(source)
     with listener.stages() as progress:
         rows = _training_rows(source, options, session, progress, listener)
+        check_ids(rows, model)
         if options.cache_teacher is None:
             return DistillInputs(model, rows, data, tokenizer)
         cache_teacher(

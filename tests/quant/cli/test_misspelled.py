@@ -27,6 +27,8 @@ NAMES = ["model.embed_tokens", "model.layers.0.self_attn.q_proj", "model.layers.
         ("*down_porj", "*down_proj"),
         ("lm-head", "lm_head"),
         ("model.layers.9.*", None),  # another number is no spelling
+        ("down_proj", "*.down_proj"),
+        ("q_prog", "*.q_proj"),
         ("blk.*", None),
     ],
 )
@@ -67,6 +69,22 @@ def test_a_misspelled_name_is_told_with_the_right_one(command: str, meant: str, 
     last = done.stderr.splitlines()[-1]
     assert done.exit_code == 2 and last.lower().startswith("error: ")
     assert last.endswith(f"; did you mean {meant.replace('{}', str(folder))}?"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("—match", "; did you mean --match?"),
+        ("–-match=*", "; did you mean --match?"),
+        ("-match", "; did you mean --match?"),
+        ("\\", "; in a pasted command the backslash has to be the last character of its line"),
+        (" ", "; in a pasted command the backslash has to be the last character of its line"),
+        ("more", "Got unexpected extra argument (more)"),
+    ],
+)
+def test_what_pasting_changed_is_told(argument: str, hint: str, folder: Path) -> None:
+    done = CliRunner().invoke(main, ["plan", "show", str(folder / "plan.json"), argument])
+    assert done.exit_code == 2 and done.stderr.endswith(f"{hint}\n"), done.stderr
 
 
 def test_a_task_of_lm_eval_is_no_file(tmp_path: Path) -> None:
