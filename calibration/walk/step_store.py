@@ -67,7 +67,6 @@ RUN = "run.json"
 NOTE = "shard "  # before the name of the checkpoint's file, in the names of notes
 _IN_FLIGHT = 2  # steps that are written at a time, each by a thread: SHA-256 is slower than a GPU solves
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of Linux's falloc.h
-_WAY_OUT = "give what it was begun with, or pass --restart to begin anew"
 
 
 class StepFile(NamedTuple):
@@ -121,7 +120,7 @@ class DirectoryStore(Store):
     """The partial directory of a run; open for one process at a time, or for the ranks of one run.
 
     `depends` are the run's dependencies by name, JSON-ready: the model's files, the plan, versions, options. ValueError
-    names the difference to an earlier run that left the directory.
+    names the difference to an earlier run that left the directory, and the `command` of that run.
     """
 
     def __init__(
@@ -170,11 +169,12 @@ class DirectoryStore(Store):
         self.path.mkdir(parents=True, exist_ok=True)
         run = {"depends": json.loads(json_text(depends)), "expected": {}}  # with lists for tuples, as in the file
         if (self.path / RUN).is_file():
-            changed = _difference(_read_run(self.path)["depends"], run["depends"])
+            old = _read_run(self.path)
+            changed = _difference(old["depends"], {**run["depends"], "command": old["depends"].get("command")})
             if not changed:
                 return
             if not (self.path / COMPLETE).exists() or (self.path / NEW).exists():
-                raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_WAY_OUT}")
+                raise ValueError(f"{self.path} holds an unfinished run in which {changed}; {_way_out(old)}")
         # Steps without a run belong to one that finished, except for its last deletion.
         for file in (*self.path.glob(_STEPS), self.path / COMPLETE):
             file.unlink(missing_ok=True)
@@ -329,7 +329,7 @@ class DirectoryStore(Store):
             if self.rank == 0:
                 write_atomically(self.path / RUN, json_text(self._run))
         elif expected[name] != value:
-            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {_WAY_OUT}")
+            raise ValueError(f"{self.path} holds an unfinished run with another {name}; {_way_out(self._run)}")
 
     @property
     def is_moving(self) -> bool:
@@ -409,6 +409,12 @@ def _read_run(directory: Path) -> dict[str, dict[str, Any]]:
         return read_json(directory / RUN, "the start of a run", make)
     except ValueError as error:
         raise ValueError(f"{error}; pass --restart to begin anew") from None
+
+
+def _way_out(run: Mapping[str, Any]) -> str:
+    command = run["depends"].get("command", "quantize")  # which is that of a call in Python
+    same = "give what it was begun with" if command == "quantize" else f"`{command}` continues it"
+    return f"{same}; pass --restart to begin anew"
 
 
 def _difference(old: Any, new: Any, name: str = "") -> str:

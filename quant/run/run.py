@@ -318,6 +318,7 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         "the version of": versions(),
         "the seed": request.seed,
         # Sums on a CPU and on a GPU round differently; a finished layer of the other would not fit its neighbours.
+        "command": request.command.replace(" --restart", ""),  # for messages: another command may be the same run
         "the kind of device": "cpu" if job.session.device is None else job.session.device.type,
     }
     with DirectoryStore(request.out, depends, source.files, restart=request.restart) as store:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -181,6 +182,10 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
             stopped = run(*arguments, *option)
         assert stopped.exit_code == 130
         assert stopped.stderr == f"error: stopped by SIGINT before {out} was written; {kept}{more}\n"
+    other = run(quantize_command, model, "--format", "fp8_channel", *arguments[4:])
+    advised = re.search("in which the plan digest was another; `quantize (.*)` continues it; pass --rest", other.stderr)
+    assert other.exit_code == 2 and advised is not None, other.stderr
+    assert shlex.split(advised[1]) == [*map(str, arguments[1:])]  # the command that follows
     damaged, *_ = sorted(tmp_path.glob(".out.partial/*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
     goes_on = run(*arguments[:-1])
