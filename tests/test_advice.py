@@ -8,6 +8,7 @@ those of the change. A row of `CALLS` is the same for Python.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -1384,6 +1385,43 @@ def test_a_damaged_file_is_named_and_the_right_one_works(name: str, case: Path, 
     shutil.rmtree(damaged)
     shutil.copytree(whole, damaged)
     run(case, command.format(damaged))
+
+
+@pytest.mark.parametrize("call", [1, 3])
+@pytest.mark.parametrize(
+    "command",
+    [
+        f"distill {{stored}} --teacher {{model}} --steps 2 --data {{ids}} {TRAINED}",
+        MAKE + "--bits 6",
+        f"evaluate {{stored}} --baseline {{model}} --text {{ids}} {SMALL.replace('calib-', '')}",
+        EXPORT + "--to onnx",
+    ],
+    ids=lambda command: command.split()[0],
+)
+def test_an_interrupted_command_leaves_nothing_and_works_again(
+    command: str, call: int, case: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in a forward pass of the model, the first or the third."""
+    command = command.replace("{out}", str(tmp_path / "out"))
+    original = transformers.LlamaForCausalLM.forward
+    counted = itertools.count(1)
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if next(counted) == call:
+            raise KeyboardInterrupt
+        return original(*args, **kwargs)
+
+    (tmp_path / "temporary").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(transformers.LlamaForCausalLM, "forward", forward)
+        patched.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        stopped = invoke(case, command)
+    where = f" before {tmp_path / 'out'} was written" if "--out" in command else ""
+    assert (stopped.exit_code, stopped.stderr.splitlines()[-1]) == (130, f"error: stopped by SIGINT{where}")
+    assert [*tmp_path.iterdir()] == [tmp_path / "temporary"] and not [*(tmp_path / "temporary").iterdir()]
+    if call == 1:
+        run(case, command)
 
 
 def test_merge_lora_takes_the_plan_that_it_asks_for() -> None:
