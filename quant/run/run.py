@@ -14,7 +14,6 @@ before everything is computed.
 
 import copy
 import math
-import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.base.atomic import claimed
-from quant.base.errors import UserError, counted, importing, listed, megabytes, option, versions, warn
+from quant.base.errors import UserError, counted, importing, listed, megabytes, versions, warn
 from quant.base.json_files import JsonData
 from quant.base.listener import SILENT, Listener, StageProgress, reporter
 from quant.base.processor import memory_taken, peak_rss
@@ -55,6 +54,7 @@ from quant.evaluation.evaluation import (
     output_errors,
 )
 from quant.export.checkpoint import other_runtimes
+from quant.export.checkpoint.files.directory import check_room
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.save import Destination, attach, save_state_dict, write_model
 from quant.export.checkpoint.verify import compare_with_source
@@ -328,14 +328,7 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
             if kept:
                 layers = f"{solved} of {counted(len(plan.quantized), 'layer')} are solved" if solved else "no layer yet"
                 job.listener.message(f"continuing the run that was stopped: {layers}, in {store.path}")
-            needed = sum(layer.nbytes for layer in plan.layers) - kept
-            parent = next(each for each in request.out.resolve().parents if each.exists())
-            free = shutil.disk_usage(parent).free
-            if needed > free:
-                raise UserError(
-                    f"{request.out}: the checkpoint takes {megabytes(needed)}, and its disk has {megabytes(free)} "
-                    f"left; make room, or name a directory of another disk with {option('out')}"
-                )
+            check_room(request.out, plan.nbytes - kept)
         yield replace(job, session=replace(job.session, store=store))
 
 

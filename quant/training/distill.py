@@ -39,7 +39,7 @@ from quant.calibration.texts.rows import check_ids
 from quant.calibration.walk.expected_time import expected_time, time_of_training
 from quant.evaluation.evaluate import evaluate_texts
 from quant.evaluation.evaluation import Evaluation, fingerprint
-from quant.export.checkpoint.files.directory import check_apart, check_destination
+from quant.export.checkpoint.files.directory import check_apart, check_destination, check_room
 from quant.export.checkpoint.load import check_checkpoint, open_runnable
 from quant.export.checkpoint.load import describe as describe_checkpoint
 from quant.export.checkpoint.save import save
@@ -237,6 +237,7 @@ def _distill_checkpoint(
         checkpoint = find_checkpoint(directory)
         check_checkpoint(checkpoint)
         plan, _ = describe_checkpoint(checkpoint)
+        check_room(out, plan.nbytes)
         inputs = prepare_distill_inputs(teacher, plan, options, session, listener)
         if (count := len(inputs.rows)) < options.batch_size:
             more = (

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quant.base.atomic import claimed, recover, replace_directory, sync_tree, temporary_directory, write_atomically
-from quant.base.errors import option
+from quant.base.errors import UserError, megabytes, option
 from quant.base.json_files import read_json, typed
 from quant.recipes.plan import PLAN_FILE
 
@@ -111,6 +111,16 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
         raise OSError(f"{path} is the current directory or above it; name a directory in it")
     _check_files(path, overwrite)
     check_parents(path, inside=78)  # what the name of a step's file, with its SHA-256, adds
+
+
+def check_room(path: Path, nbytes: int) -> None:
+    """Raises UserError where the disk of `path`, which a command writes in the end, has not that many bytes left."""
+    free = shutil.disk_usage(next(each for each in path.resolve().parents if each.exists())).free
+    if nbytes > free:
+        raise UserError(
+            f"{path}: the checkpoint takes {megabytes(nbytes)}, and its disk has {megabytes(free)} left; make room, or "
+            f"name a directory of another disk with {option('out')}"
+        )
 
 
 def check_parents(path: Path, inside: int = 0) -> None:

@@ -231,11 +231,18 @@ def test_a_disk_without_room_is_seen_before_anything_is_solved(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr("quant.run.run.shutil.disk_usage", lambda _: usage._replace(free=1000))
+    arguments = (quantize_command, model, "--format", "mxfp8", "--effort", "0", "--out")
+    assert run(*arguments, tmp_path / "whole").exit_code == 0
+    monkeypatch.setattr(
+        "quant.export.checkpoint.files.directory.shutil.disk_usage", lambda _: usage._replace(free=1000)
+    )
     monkeypatch.setattr("quant.run.run.solve_plan", lambda *_: pytest.fail("too late"))
-    refused = run(quantize_command, model, "--format", "mxfp8", "--effort", "0", "--out", tmp_path / "out")
-    assert refused.exit_code == 2 and re.search(r"takes [\d.]+ kB, and its disk has 1\.00 kB left", refused.stderr)
-    assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
+    monkeypatch.setattr("quant.training.distill.prepare_distill_inputs", lambda *_: pytest.fail("too late"))
+    distill = (main, "distill", tmp_path / "whole", "--teacher", model, "--out")
+    for command in (arguments, distill):
+        refused = run(*command, tmp_path / "out")
+        assert refused.exit_code == 2 and re.search(r"takes [\d.]+ kB, and its disk has 1\.00 kB left", refused.stderr)
+        assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
 def test_a_limit_of_memory_that_is_exceeded_already_is_refused(model: Path, tmp_path: Path) -> None:
