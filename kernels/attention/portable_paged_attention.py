@@ -37,27 +37,34 @@ from quant.kernels.base import hardware
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.base.portable_small_floats import compilable, decode_e4m3
 
-# Two units of two E4M3 each to the FP16 pairs of the even and of the odd columns.
-_E4M3 = tl.constexpr("""{
-.reg .b32 t; .reg .b16 a,b;
-prmt.b32 t, $2, $2, 0x3120; mov.b32 {a,b}, t;
-cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;
-}""")
-# Two units of four E2M1 each, and their block scales, to four FP16 pairs.
-_E2M1 = tl.constexpr("""{
-.reg .b32 s,t,u;
-shl.b32 s,$4,12; shl.b32 t,$4,9; and.b32 u,t,0x0E000E00; lop3.b32 u,s,0x80008000,u,0xEA; mul.rn.f16x2 $0,u,$5;
-shl.b32 s,$4,8; shl.b32 t,$4,5; and.b32 u,t,0x0E000E00; lop3.b32 u,s,0x80008000,u,0xEA; mul.rn.f16x2 $1,u,$5;
-shl.b32 s,$4,4; shl.b32 t,$4,1; and.b32 u,t,0x0E000E00; lop3.b32 u,s,0x80008000,u,0xEA; mul.rn.f16x2 $2,u,$5;
-shr.b32 t,$4,3; and.b32 u,t,0x0E000E00; lop3.b32 u,$4,0x80008000,u,0xEA; mul.rn.f16x2 $3,u,$5;
-}""")
+# Assembly has one output here: of several, Triton 3.8 computes the first in one layout and the others in another, and
+# then fetches the block scales of K no longer ahead.
+# Two units of two E4M3 each to the FP16 pair of the even columns, or of the odd ones.
+_E4M3 = tl.constexpr(
+    tuple(
+        "{ .reg .b32 t; .reg .b16 a,b; prmt.b32 t, $1, $1, " + bytes_of_pair + "; mov.b32 {a,b}, t; "
+        "cvt.rn.f16x2.e4m3x2 $0, a; }"
+        for bytes_of_pair in ("0x20", "0x31")
+    )
+)
+# Two units of four E2M1 each, and their block scales, to the FP16 pair of one of the four columns.
+_E2M1 = tl.constexpr(
+    tuple(
+        "{ .reg .b32 s,t; shl.b32 s,$1," + sign + "; " + rest + "; and.b32 t,t,0x0E000E00; "
+        "lop3.b32 t,s,0x80008000,t,0xEA; mul.rn.f16x2 $0,t,$2; }"
+        for sign, rest in (("12", "shl.b32 t,$1,9"), ("8", "shl.b32 t,$1,5"), ("4", "shl.b32 t,$1,1"),
+                           ("0", "shr.b32 t,$1,3"))
+    )
+)  # fmt: skip
 
 
 @triton.jit
 def _pair(unit, asm: tl.constexpr):
     """Decodes units of two E4M3 to their even and odd columns, FP16: the values, or values · 2⁻⁸ without `asm`."""
     if asm:
-        return tl.inline_asm_elementwise(_E4M3, "=r,=r,r", [unit], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+        even = tl.inline_asm_elementwise(_E4M3[0], "=r,r", [unit], dtype=tl.float16, is_pure=True, pack=2)
+        odd = tl.inline_asm_elementwise(_E4M3[1], "=r,r", [unit], dtype=tl.float16, is_pure=True, pack=2)
+        return even, odd
     else:
         low, high = (unit & 0xFF) << 8, unit & -256
         low = (low & -32768) | ((low & 0x7F00) >> 1)
@@ -73,13 +80,15 @@ def _nibble(unit, index: tl.constexpr, scale):
 
 
 @triton.jit
+def _column(unit, scale, index: tl.constexpr):
+    return tl.inline_asm_elementwise(_E2M1[index], "=r,r,r", [unit, scale], dtype=tl.float16, is_pure=True, pack=2)
+
+
+@triton.jit
 def _quad(unit, scale, asm: tl.constexpr):
     """Decodes units of four E2M1 to their columns modulo four, times the block scale: FP16, the values · 2⁻¹⁴."""
     if asm:
-        return tl.inline_asm_elementwise(
-            _E2M1, "=r,=r,=r,=r,r,r", [unit, scale],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
+        return _column(unit, scale, 0), _column(unit, scale, 1), _column(unit, scale, 2), _column(unit, scale, 3)
     else:
         return _nibble(unit, 0, scale), _nibble(unit, 1, scale), _nibble(unit, 2, scale), _nibble(unit, 3, scale)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -256,7 +257,7 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
                 scale.copy_(loaded)
 
     def compile_steps(self, layer: Any, dtype: torch.dtype) -> None:
-        """Attends to one key in each way that a decoding step may, and writes none, so that no step has to compile.
+        """Attends to one key in each way that a step with few tokens may, and writes none, so that none has to compile.
 
         How many parts keys are split into depends on the batch and on the longest sequence, and which kernels run
         depends on the power of two above. vLLM's start meets few of them. The results are dropped.
@@ -270,11 +271,11 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         pages, group = self.pages(layer, cache), self.num_heads // self.num_kv_heads
         q = torch.zeros(1, self.num_heads, 1, self.head_size, dtype=dtype, device=cache.device)
         table = torch.zeros(1, 1, dtype=torch.int32, device=cache.device)
-        tiles, one = decode_tiles_for(pages, group, self.num_kv_heads, 1, 1), torch.ones_like(table[0])
-        for splits in (1, 2, 4, 8, 16, 32, 64, 128):
-            for overlap in (True, False):
-                launch = replace(tiles, splits=splits, overlap=overlap)
-                attend_pages(q, pages, table, one, self.options, launch)
+        one, splits_of = torch.ones_like(table[0]), (1, 2, 4, 8, 16, 32, 64, 128)
+        # Drafts, and the few tokens of a prompt that are not in the prefix cache, have larger tiles.
+        tiles_of = {decode_tiles_for(pages, group * new, self.num_kv_heads, 1, 1) for new in range(1, FEW + 1)}
+        for tiles, splits, overlap in product(tiles_of, splits_of, (True, False)):
+            attend_pages(q, pages, table, one, self.options, replace(tiles, splits=splits, overlap=overlap))
         # Few tokens and many are written by two kernels; a slot below 0 is nowhere.
         for tokens in (1, 256):
             rows = q.new_zeros(tokens, self.num_kv_heads, self.head_size)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import math
+import re
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from interpreter import interpreted
 from slow_cases import quick_cases
 
+from quant.kernels.attention import portable_paged_attention
 from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles, decode_tiles_for
 from quant.kernels.attention.kv_pages import KVPages, kv_format
 from quant.kernels.attention.paged_attention import PagedKVCache, paged_attention, paged_reference
@@ -260,6 +265,65 @@ def test_pages_that_no_kernel_takes() -> None:
     pages, table, lengths = filled("fp8_token", [20, 17])
     with pytest.raises(ValueError, match="no format mxfp8"):
         paged_attention(Q, replace(pages, format=kv_format("fp8").__class__("mxfp8", *[None] * 3)), table, lengths)
+
+
+def run_assembly(text: str, *operands: np.ndarray) -> np.ndarray:
+    """Runs the integer instructions of `text` on 32-bit words: $1, $2, … are `operands`, and $0 the result.
+
+    The last instruction may be a conversion or a product of pairs: then $0 is its operand, as bits.
+    """
+    values = {f"${i + 1}": operand.astype(np.uint32) for i, operand in enumerate(operands)}
+
+    def read(name: str) -> np.ndarray:
+        return values[name] if name in values else np.uint32(int(name, 0))
+
+    for line in re.sub(r"\.reg[^;]*;", "", text.strip("{} ")).split(";"):
+        operation, *arguments = re.findall(r"[^\s,]+", line) or [""]
+        if operation == "mov.b32":  # {a,b}, t
+            values["a"] = read(arguments[2]) & 0xFFFF
+        elif operation.startswith(("mul", "cvt")):
+            values["$0"] = read(arguments[1])
+        elif operation:
+            target, first, *rest = arguments
+            a, b = read(first), read(rest[0])
+            if operation == "prmt.b32":
+                a = sum((a >> 8 * (int(rest[1], 0) >> 4 * i & 7) & 0xFF) << 8 * i for i in range(4))
+            elif operation == "lop3.b32":
+                assert rest[2] == "0xEA"
+                a = a & b | read(rest[1])
+            else:
+                a = {"shl.b32": a << b, "shr.b32": a >> b, "and.b32": a & b}[operation]
+            values[target] = a
+    return values["$0"]
+
+
+def test_assembly_picks_the_columns_of_units() -> None:
+    low = np.arange(1 << 16, dtype=np.uint32)
+    units = low | (low[::-1] << 16)  # two units of 16 bits in a word
+    halves = np.stack([units & 0xFFFF, units >> 16])
+    for column, text in enumerate(portable_paged_attention._E2M1.value):
+        found = run_assembly(text, units)
+        found = np.stack([found & 0xFFFF, found >> 16]).astype(np.uint16).view(np.float16).astype(np.float64)
+        code = halves >> 4 * column & 15
+        e2m1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[code & 7] * np.where(code & 8, -1, 1)
+        np.testing.assert_array_equal(found, e2m1 * 2.0**-14)
+        assert text.endswith(" mul.rn.f16x2 $0,t,$2; }")
+    for column, text in enumerate(portable_paged_attention._E4M3.value):
+        byte = halves >> 8 * column & 0xFF
+        np.testing.assert_array_equal(run_assembly(text, units), byte[0] | byte[1] << 8)
+        assert text.endswith(" cvt.rn.f16x2.e4m3x2 $0, a; }")
+
+
+def test_assembly_of_triton_kernels_has_one_output() -> None:
+    """Triton 3.8 runs assembly of several outputs once more for each layout in which one of them is needed."""
+    found = 0
+    for path in Path(portable_paged_attention.__file__).parents[1].rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "tl.inline_asm_elementwise":
+                constraints = ast.literal_eval(node.args[1])
+                assert constraints.count("=") == 1, (path.name, constraints)
+                found += 1
+    assert found >= 4
 
 
 @pytest.mark.gpu

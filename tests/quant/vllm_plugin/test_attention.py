@@ -403,10 +403,11 @@ def test_every_way_of_a_decoding_step_is_compiled_before() -> None:
     # One kernel writes up to 128 tokens, and another more; neither has written here.
     assert min(written) <= 128 < max(written) and torch.equal(layer.cache, before)
     pages = layer.impl.pages(layer, layer.cache)
-    for sequences in range(1, 257):
+    # One new token, or up to 16: drafts to be verified, and the rest of a prompt behind the prefix cache.
+    for sequences, new in [(n, 1) for n in range(1, 257)] + [(n, new) for n in (1, 9, 256) for new in range(2, 17)]:
         for longest in (*range(1, 200), *range(200, 140000, 997)):
-            tiles = decode_tiles_for(pages, HEADS // KV_HEADS, sequences * KV_HEADS, longest, 132)
-            assert way(tiles) in ways, (sequences, longest)
+            tiles = decode_tiles_for(pages, HEADS // KV_HEADS * new, sequences * KV_HEADS, longest, 132)
+            assert way(tiles) in ways, (sequences, new, longest)
 
 
 def test_a_block_that_is_not_one_piece_is_refused() -> None:
