@@ -117,6 +117,18 @@ def test_experts_with_biases_are_refused_by_name(tmp_path: Path) -> None:
         quant.export_model(done, "onnx", tmp_path / "onnx")
 
 
+def test_experts_of_a_transformers_without_norms_of_experts() -> None:
+    """5.17 has no such attribute."""
+    model = tiny_models.qwen3_moe()
+    experts = [module for module in model.modules() if expert_nodes.is_fused(module)]
+    for module in experts:
+        del module.has_post_expert_norm
+    assert experts
+    expert_nodes.check_experts(model, "onnxruntime")
+    with pytest.raises(ValueError, match="a static graph cannot"):
+        expert_nodes.check_experts(model, "tensorrt")
+
+
 def test_experts_of_genai(tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
     done = quantized(tiny_models.mixtral(), "int8@16bit")
