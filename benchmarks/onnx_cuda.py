@@ -255,7 +255,7 @@ def main(
                     continue
                 if turn >= 2:  # the first two warm up
                     seen[name].append(result)
-            print(f"-- round {turn + 1} of {rounds + 2}", flush=True)
+                print(f"-- round {turn - 1}, {name}: {result[0]:.1f} ms, {result[1]:.2f} ms a token", flush=True)
         rows = []
         for name, results in seen.items():
             prefill, step = (statistics.median(result[index] for result in results) for index in (0, 1))

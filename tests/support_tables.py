@@ -8,6 +8,7 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
                                                     -> an AOTInductor package -> logits
 
     equal      the logits (of genai: the tokens) are those of `quant.load` on the same device, up to roundings
+    differs by in 16 bit, the logits are further from FP32's than those of `quant.load`, by a few roundings
     built      the audit found every layer of the engine in the planned precision; its GPU is not here
     refused    by name, with a way out, before anything was written
     never run  written, with a warning that this runtime needs another machine
@@ -20,7 +21,7 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
     PYTHONPATH=. python tests/support_tables.py --render      the pages alone
     PYTHONPATH=. python tests/support_tables.py onnxruntime-gpu --exports FOLDER
                                                               without a GPU it writes what a run with one reads,
-                                                              and what is refused
+                                                              and notes what is refused, as aoti-gpu does
 
 A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are
 not here keep theirs. vLLM's column is from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data, times in
@@ -74,8 +75,10 @@ EXPORTS = Path(tempfile.gettempdir()) / "exports"
 ROWS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
 PROMPTS = [row.tolist()[: 9 + 7 * index] for index, row in enumerate(ROWS[:3])]
 EQUAL, BUILT, REFUSED, NEVER_RUN = "equal", "built", "refused", "never run"
+DIFFERS = "differs by "
 NATIVE, STORAGE = "native", "storage"
 _UP_TO_A_ROUNDING = 1e-3  # of logits, where inputs stay in 16 bit: sums in another order
+_FEW_ROUNDINGS = 8 * 2.0**-11  # of FP16: kernels may keep sums of products in it
 _CODES_OF_INPUTS_FLIP = 5e-2, 0.1  # where they are rounded, and half-way between two codes; in four bits
 
 
@@ -127,7 +130,8 @@ def _compared_in_16_bit(logits: np.ndarray, reference: Any, tokens: np.ndarray, 
     own = torch.from_numpy(reference_run(reference, PROMPTS, NEW, tokens).logits)
     error, usual = relative_error(torch.from_numpy(logits), exact), relative_error(own, exact)
     said = f"logits differ from FP32's by {error:.1g} of their norm, those of `quant.load` by {usual:.1g}"
-    return Cell(EQUAL if error < 1.25 * usual else "DIFFERENT", runs_in, said)
+    near = f"{DIFFERS}{error:.1g}" if error < _FEW_ROUNDINGS else "DIFFERENT"
+    return Cell(EQUAL if error < 1.25 * usual else near, runs_in, said)
 
 
 def in_transformers(format: str) -> Cell:
@@ -221,9 +225,12 @@ def in_aoti(device: str) -> Callable[[str], Cell]:
         from quant.export.aoti.package import AotiSession
 
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        model = quant.load(checkpoint(format)).to(device, dtype)
+        is_here = device == "cpu" or torch.cuda.is_available()
+        model = quant.load(checkpoint(format)).to(device if is_here else "cpu", dtype)
         with tempfile.TemporaryDirectory() as folder:
             path = quant.export_model(copy.deepcopy(model), "aoti", Path(folder) / "model.pt2", capacity=CAPACITY).path
+            if not is_here:
+                return Cell(NEVER_RUN, "", "compiled for the processor")
             session = AotiSession(path, unsafe_load=True)
             expected = reference_run(model, PROMPTS, NEW)
             run = forced_run(session, PROMPTS, expected.tokens, chunk=7)
@@ -418,7 +425,8 @@ def engines_table(found: Mapping[str, Any]) -> list[str]:
 
 def _verdict(found: Mapping[str, Any], runtime: str, format: str) -> str:
     cell = Cell(**found.get(runtime, {}).get("cells", {}).get(format, {"verdict": NEVER_RUN}))
-    assert cell.verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN), (runtime, format, cell)
+    is_near = cell.verdict.startswith(DIFFERS)
+    assert cell.verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN) or is_near, (runtime, format, cell)
     if cell.verdict == REFUSED:
         return "–"
     times = _times_fp32().get(format) if runtime == "onnxruntime" else None
@@ -509,7 +517,7 @@ def main(arguments: list[str]) -> None:
     for runtime in [] if options.render else options.runtimes or [name for name in RUNTIMES if here(name)]:
         machine = torch.cuda.get_device_name() if torch.cuda.is_available() else f"an {platform.machine()} processor"
         entry = found.setdefault(runtime, {})
-        only_writes = runtime == "onnxruntime-gpu" and not torch.cuda.is_available()
+        only_writes = runtime in ("onnxruntime-gpu", "aoti-gpu") and not torch.cuda.is_available()
         if not only_writes:
             entry |= {"machine": machine, "versions": {package: version(package) for package in RUNTIMES[runtime][1]}}
         for format in options.formats:
