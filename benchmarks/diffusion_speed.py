@@ -1,11 +1,12 @@
 """This benchmark times blocks of Flux and Wan on one GPU, and quantizes a Flux transformer of 12 B parameters.
 
     python benchmarks/diffusion_speed.py                        every section
-    python benchmarks/diffusion_speed.py --only flux,wan        flux, wan or quantize
+    python benchmarks/diffusion_speed.py --only flux,wan        flux, wan, branch or quantize
     python benchmarks/diffusion_speed.py --profile fp8_channel  also lists the kernels of a method
 
     flux        1 block of two streams and 2 of one (19 and 38 in Flux.1), width 3,072, 512 tokens of text
     wan         1 block of Wan 2.1 14B, width 5,120, 512 tokens of text
+    branch      what the parts of a layer in fp8_channel with a branch of rank 32 take, apart and as columns
     quantize    `quantize PIPELINE --solver gptq` on the whole Flux.1, from disk to disk
 
 Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
@@ -162,11 +163,21 @@ def transformer_engine(recipe: str) -> Callable[[nn.Module], None]:
     return run
 
 
-def ours(name: str, attention: bool = False) -> Callable[[nn.Module], None]:
-    """Ours, with attention in FP8 too."""
+def ours(name: str, attention: bool = False, rank: int = 0) -> Callable[[nn.Module], None]:
+    """Ours, with attention in FP8 too, and with low-rank branches, which hold a part of each weight."""
 
     def run(model: nn.Module) -> None:
+        branches = {}
+        for layer in quantized_layers(model) if rank else ():
+            weight = model.get_submodule(layer).weight
+            u, s, v = torch.svd_lowrank(weight.float(), rank)  # type: ignore[arg-type]
+            branches[layer] = down, up = (v * s.sqrt()).t().contiguous().bfloat16(), (u * s.sqrt()).bfloat16()
+            weight.data -= up @ down  # type: ignore[operator]
         quant.quantize(model, name, solver="rtn")
+        for layer, (down, up) in branches.items():
+            module = model.get_submodule(layer)
+            module.lowrank_down, module.lowrank_up = down, up
+            module.arrange()  # type: ignore[operator]
         if attention:
             model.set_attention_backend("blockscale_fp8")
 
@@ -179,6 +190,8 @@ def methods() -> dict[str, Callable[[nn.Module], None]]:
         "BF16": lambda model: None,
         "ours, fp8_channel": ours("fp8_channel"),
         "ours, fp8_channel and FP8 attention": ours("fp8_channel", attention=True),
+        "ours, fp8_channel+lowrank:32": ours("fp8_channel", rank=32),
+        "ours, fp8_channel+lowrank:32 and FP8 attention": ours("fp8_channel", attention=True, rank=32),
     }
     if find_spec("torchao"):
         rows |= {"torchao, FP8 per row": torchao("PerRow"), "torchao, FP8 per tensor": torchao("PerTensor")}
@@ -287,6 +300,53 @@ def _error(results: list[Tensor], exact: list[Tensor]) -> float:
     return math.sqrt(wrong / whole)
 
 
+def branch_parts() -> list[Row]:
+    """Microseconds of the parts of layers of Flux and Wan with a low-rank branch, and errors of their outputs."""
+    from quant.formats.format import FORMATS, INPUT_FORMATS
+    from quant.formats.tensor import BlockScaledTensor, quantize
+    from quant.kernels.linear.branch_columns import branch_linear, widened
+    from quant.kernels.rounding import portable_casts
+
+    rows: list[Row] = []
+    shapes = ((4096, 3072, 3072), (512, 3072, 3072), (4608, 3072, 12288), (4096, 12288, 3072), (32760, 5120, 5120))
+    for tokens, columns, out in shapes:
+        torch.manual_seed(0)
+        x, down, up, w = (
+            torch.randn(shape, device="cuda").bfloat16()
+            for shape in ((tokens, columns), (32, columns), (out, 32), (out, columns))
+        )
+        down, w = down / math.sqrt(columns), w / math.sqrt(columns)
+        weight = quantize(w.float(), FORMATS["fp8_channel"])
+        wide, unit = widened(weight, up)
+        h = x @ down.t()
+        cast = portable_casts.quantize(x, INPUT_FORMATS["fp8_token"])
+        codes, scale = torch.ops.quant.branch_columns(x, h, unit)
+
+        def product(left: Tensor, sx: Tensor, weight: BlockScaledTensor) -> Tensor:
+            sw = weight.scale.view(1, -1)
+            return torch._scaled_mm(left, weight.codes.t(), sx, sw, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+        y, b = product(cast.codes, cast.scale, weight), h @ up.t()
+        exact = cast.dequantize(torch.float64)[:256] @ weight.dequantize(torch.float64).t()
+        exact += (x[:256].double() @ down.double().t()) @ up.double().t()
+        wholes = {"apart": y + b, "as columns": branch_linear(x, wide, None, down, unit)}
+        errors = {name: 100 * float((each[:256] - exact).norm() / exact.norm()) for name, each in wholes.items()}
+        parts: dict[str, Callable[[], Any]] = {
+            "x · down": lambda x=x, down=down: x @ down.t(),
+            "round x": lambda x=x: portable_casts.quantize(x, INPUT_FORMATS["fp8_token"]),
+            "product": lambda c=cast, w=weight: product(c.codes, c.scale, w),
+            "h · up": lambda h=h, up=up: h @ up.t(),
+            "add": lambda y=y, b=b: y + b,
+            "round x, h": lambda x=x, h=h, unit=unit: torch.ops.quant.branch_columns(x, h, unit),
+            "wide product": lambda c=codes, s=scale, w=wide: product(c, s, w),
+            "BF16": lambda x=x, w=w: x @ w.t(),
+        }
+        figures = {f"{name}, µs": round(graph_microseconds([part]), 1) for name, part in parts.items()}
+        sizes = {"tokens": tokens, "in": columns, "out": out}
+        rows.append({**sizes, **figures, **{f"error {name}, %": round(value, 3) for name, value in errors.items()}})
+    return rows
+
+
 def write_pipeline(directory: Path) -> None:
     """Writes a pipeline of Flux.1's transformer with random weights, and tiny text encoders and VAE."""
     import diffusers
@@ -378,7 +438,7 @@ def run_timed(started: float, arguments: list[str]) -> None:
 
 
 @click.command()
-@click.option("--only", default="flux,wan,quantize", show_default=True, help="Sections, separated by commas.")
+@click.option("--only", default="flux,wan,branch,quantize", show_default=True, help="Sections, separated by commas.")
 @click.option("--method", default="", help="Only methods in whose name this expression is found, and BF16.")
 @click.option("--tokens", default=0, help="Only one of the two sizes, 4096 or 32760.")
 @click.option("--jobs", default=8, show_default=True, help="Processes that compile at once.")
@@ -404,6 +464,8 @@ def main(
     if families:
         rows = speed(families, method, tokens, jobs, profile)
         show("Blocks of diffusion transformers", header, rows, (), json_path)
+    if "branch" in only.split(","):
+        show("Parts of a layer with a low-rank branch", header, branch_parts(), (), None)
     if "quantize" in only.split(","):
         home = shared or Path(tempfile.mkdtemp(dir="/dev/shm"))
         if write_only:

@@ -63,7 +63,12 @@ def prefers_prepacked(codes: Tensor) -> bool:
 
 def is_prepacked(weight: BlockScaledTensor) -> bool:
     """Returns whether the codes are in a layout of this module, not in a checkpoint's."""
-    return weight.codes.dtype is torch.int32 or _is_widened(weight)
+    return weight.codes.dtype is torch.int32 or _is_widened(weight) or has_branch_columns(weight)
+
+
+def has_branch_columns(weight: BlockScaledTensor) -> bool:
+    """Returns whether a low-rank branch stands behind the codes (`kernels/linear/branch_columns.py`)."""
+    return weight.codes.dtype is torch.float8_e4m3fn and weight.codes.shape[-1] > weight.shape[-1]
 
 
 def as_computed(weight: BlockScaledTensor) -> BlockScaledTensor:
@@ -154,6 +159,8 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
 
 def restore(weight: BlockScaledTensor) -> BlockScaledTensor:
     """Undoes `prepack`, bit for bit."""
+    if has_branch_columns(weight):
+        return replace(weight, codes=weight.codes[..., : weight.shape[-1]].contiguous())
     if _is_widened(weight):
         table = _e4m3_codes(weight.format.element)
         back = torch.zeros(256, dtype=torch.uint8, device="cpu")

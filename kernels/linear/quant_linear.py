@@ -10,14 +10,15 @@ Some solvers leave work for run time. A linear does it to its input x in this or
 
     x' = hadamard(x · pre_scale)                a scale that no neighbour could absorb, then a blockwise rotation
     x' = [x', (x' - round(x'))[channels]]       residual channels: rounding errors of k channels, behind the others
-    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a low-rank branch in 16 bit takes x' unrounded (SVDQuant)
+    y  = round(x') Wqᵀ + (x' Aᵀ) Bᵀ + bias      a low-rank branch in 16 bit takes x' unrounded (SVDQuant); on Hopper
+                                                it may be columns of the product (`branch_columns.py`)
 
 Residual channels (ARCQuant, arXiv 2601.07475) leave the matmul as it is, but for k more columns: Wq is `[out, in + k]`
 and holds the columns of these channels a second time. Both parts of the input have the same scale of a whole tensor,
 and `in` is a multiple of a block, so that rounding the longer input rounds its first part as before.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +28,10 @@ from torch.autograd.function import once_differentiable
 from quant.base.errors import UserError
 from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.base.custom_ops import below_autograd, register
+from quant.kernels.base.custom_ops import autocast_dtype, below_autograd, register
 from quant.kernels.base.hardware import has_fp8_tensor_cores, has_triton
 from quant.kernels.linear import dispatch, oracle
+from quant.kernels.linear.branch_columns import branch_linear, takes_branch, widened
 from quant.kernels.linear.oracle import row_slices
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.kernels.linear.rounded_products import fp8_linear, takes_fp8
@@ -298,6 +300,15 @@ class QuantLinear(QuantizedModule):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
         self.hadamard = hadamard
 
+    def packed(self, weight: BlockScaledTensor) -> BlockScaledTensor | None:
+        if self.lowrank_up is None or not takes_branch(weight, self.activation_format, self.parts):
+            return super().packed(weight)
+        weight, unit = widened(weight, self.lowrank_up)
+        held = self._buffers.get("branch_unit")
+        # In the same memory, which captured graphs read.
+        self.register_buffer("branch_unit", unit if held is None else held.copy_(unit), persistent=False)
+        return weight
+
     @property
     def weight(self) -> Tensor:
         """The matrix `[out, in]` that the layer multiplies its input by, dequantized again for each access."""
@@ -330,6 +341,7 @@ class QuantLinear(QuantizedModule):
         assert codes is not None
         if (codes.device, codes.dtype, x.dtype) != self._arranged:
             self.arrange(x.dtype)
+            codes = self.codes
         if x.shape[-1] != self.in_features:
             raise ValueError(
                 f"input {list(x.shape)} does not fit a weight of {[self.out_features, self.in_features]} [out, in]"
@@ -343,13 +355,19 @@ class QuantLinear(QuantizedModule):
         if self.hadamard or has_buffers:
             parts = self.parts
             x = parts.input(x)
+            unit, down = buffers.get("branch_unit"), buffers["lowrank_down"]
+            if unit is not None and down is not None and codes.shape[1] > self.in_features:
+                computed = autocast_dtype(x) or x.dtype
+                if computed is torch.bfloat16 and not (torch.is_grad_enabled() and x.requires_grad):
+                    return branch_linear(x.to(computed), self.stored_weight, self._parameters["bias"], down, unit)
+                codes = codes[:, : self.in_features].contiguous()
         wide = x if parts is None else parts.widened(x, activation, buffers["input_scale"])
         if torch.compiler.is_dynamo_compiling() and activation is not None and self._fuses_rounding(wide, activation):
-            weight, bias = self.stored_weight, self._parameters["bias"]
+            weight, bias = replace(self.stored_weight, codes=codes), self._parameters["bias"]
             y = fp8_linear(wide, weight, bias, buffers["input_scale"], activation)
         else:
             y = torch.ops.quant.linear.default(
-                wide, buffers["codes"], buffers["scale"], buffers["global_scale"], self._parameters["bias"],
+                wide, codes, buffers["scale"], buffers["global_scale"], self._parameters["bias"],
                 buffers["input_scale"], self.weight_format.name, "" if activation is None else activation.name,
             )  # fmt: skip
         branch = None if parts is None else parts.branch(x)

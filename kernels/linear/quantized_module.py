@@ -145,13 +145,18 @@ class QuantizedModule(nn.Module):
                     self._store(restore(weight))
                     # A model that sees several dtypes does not change back and forth.
                     self._stays_stored = on_hopper
-                elif suits and not (is_prepacked(weight) or self._stays_stored or prepack_refusal(weight)):
+                elif suits and not (is_prepacked(weight) or self._stays_stored):
                     # Not where a hook of accelerate brings the weight to the device for each forward pass.
                     hook = getattr(self, "_hf_hook", None)
                     hooks = getattr(hook, "hooks", (hook,))
-                    if not any(getattr(h, "offload", False) and getattr(h, "offload_buffers", False) for h in hooks):
-                        self._store(prepack(weight))
+                    offloads = any(getattr(h, "offload", False) and getattr(h, "offload_buffers", False) for h in hooks)
+                    if not offloads and (packed := self.packed(weight)) is not None:
+                        self._store(packed)
             self._arranged = (self.codes.device, self.codes.dtype, dtype)
+
+    def packed(self, weight: BlockScaledTensor) -> BlockScaledTensor | None:
+        """Returns the weight in the layout of a kernel for inputs in BF16; None if there is none."""
+        return None if prepack_refusal(weight) else prepack(weight)
 
     def take(self, weight: BlockScaledTensor) -> None:
         """Replaces the weight by the same values, perhaps in a kernel's layout, or in a view of a larger tensor."""
