@@ -14,7 +14,10 @@ import json
 import math
 import re
 import shutil
+import sys
 import tempfile
+import types
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,6 +36,7 @@ from torch import nn
 import quant
 from quant.base import old_names
 from quant.base.errors import in_command, option
+from quant.calibration.session import find_device
 from quant.cli.main import main
 from quant.export.engines.check_engine import generate_tokens, open_session
 from quant.export.onnx import engine_session
@@ -112,6 +116,11 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_models.llama(num_hidden_layers=1, head_dim=24).save_pretrained(case / "odd")
     save_file({"ids": torch.arange(128).reshape(4, 32) % 60 + 3}, case / "odd.safetensors")
     tiny_models.t5().save_pretrained(case / "t5")
+    bloom().save_pretrained(case / "bloom")
+    tiny_models.llama(num_hidden_layers=1, head_dim=320).save_pretrained(case / "wide")
+    tiny_models.bert().save_pretrained(case / "bert")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    save_file({name: torch.zeros(4, 64)}, case / "lora.safetensors")
     save_file({"input_ids": IDS, "decoder_input_ids": IDS[:, :8].clone()}, case / "t5.safetensors")
     (case / "columns.jsonl").write_text('{"said": "a b c", "heard": "d e"}\n' * 64)
     # No width is one of whole blocks of 32.
@@ -144,6 +153,7 @@ FACTORY = "--model-factory test_advice:two_blocks"
 Q, SMALL = "quantize {model} --out {out} ", "--calib-samples 2 --seqlen 16"
 MAKE = f"plan make {{model}} --out {{out}} --calib {{ids}} {SMALL} "
 EXPORT = "export {stored} --out {out} "
+BLOOM = "evaluate {case}/bloom --text {case}/odd.safetensors --samples 1 --seqlen 16 "
 INPUTS = "--input input_ids:int64:batch,sequence"
 
 COMMANDS = [
@@ -357,6 +367,47 @@ COMMANDS = [
         "is outside the model's vocabulary of 64",
         drop="--teacher {case}/narrow",
         add="--teacher {model}",
+    ),
+    Row("check {stored} --engine [1] --source {model}", "no JSON object", drop="--engine [1]", add="--engine {{}}"),
+    Row(
+        BLOOM + "--attention fp8",
+        "cannot be replaced; take --attention 16bit\n",
+        drop="--attention fp8",
+        add="--attention 16bit",
+    ),
+    Row(
+        BLOOM + "--kv-cache fp8",
+        "cannot be replaced; take --kv-cache 16bit\n",
+        drop="--kv-cache fp8",
+        add="--kv-cache 16bit",
+    ),
+    Row(
+        BLOOM + "--kv-cache fp8 --attention fp8",
+        "take --attention 16bit and --kv-cache 16bit\n",
+        drop="--kv-cache fp8 --attention fp8",
+        add="--kv-cache 16bit --attention 16bit",
+    ),
+    Row(
+        "evaluate {case}/wide --kv-cache fp8 --text {case}/odd.safetensors --samples 1 --seqlen 16",
+        "at most 256; take --attention 16bit and --kv-cache 16bit",
+        drop="--kv-cache fp8",
+        add="--kv-cache 16bit --attention 16bit",
+    ),
+    Row(
+        "evaluate {case}/odd --kv-cache nvfp4 --text {case}/odd.safetensors --samples 1 --seqlen 16",
+        "heads of 24 values: not in NVFP4; take --kv-cache fp8",
+        drop="--kv-cache nvfp4",
+        add="--kv-cache fp8",
+    ),
+    Row(
+        f"plan make {{case}}/bert --bits 9 --kv-bits 6 --calib {{case}}/odd.safetensors {SMALL} --out {{out}}",
+        "a KV cache in every layer; leave it out",
+        drop="--kv-bits 6",
+    ),
+    Row(
+        "quantize {case}/lora.safetensors --format fp8_channel --out {out}",
+        "save that by save_pretrained, and pass its directory",
+        instead="quantize {model} --format fp8_channel --out {out}",
     ),
     Row(
         "plan show {plan} --match *.q_prog",
@@ -1262,12 +1313,26 @@ CALLS |= {
         'BloomForCausalLM: its attention is its own and cannot be replaced; leave out attention="fp8"',
         lambda: step(converted_of(bloom()), IDS),
     ),
+    "a GPU of another number": (
+        lambda: with_gpus(2, "cuda:9"),
+        r"PyTorch sees cuda:0 \(NVIDIA H200\), cuda:1 \(NVIDIA H200\) here; pass one of these, or cpu",
+        lambda: [with_gpus(2, device) for device in ("cuda:1", "cpu")],
+    ),
     "a GPU of a number that is not there": (
         lambda: quant.quantize(LINEARS(), "fp8_channel", device="cuda:9"),
         "leave it out, or pass cpu",
         lambda: [quant.quantize(LINEARS(), "fp8_channel", **device) for device in ({}, {"device": "cpu"})],
     ),
 }
+
+
+def with_gpus(count: int, device: str) -> torch.device | None:
+    """The device of a name on a machine with so many H200s."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_available", lambda: True)
+        patched.setattr(torch.cuda, "device_count", lambda: count)
+        patched.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+        return find_device(device)
 
 
 def converted_of(model: nn.Module) -> nn.Module:
@@ -1422,6 +1487,42 @@ def test_an_interrupted_command_leaves_nothing_and_works_again(
     assert [*tmp_path.iterdir()] == [tmp_path / "temporary"] and not [*(tmp_path / "temporary").iterdir()]
     if call == 1:
         run(case, command)
+
+
+def test_a_run_whose_start_is_damaged_begins_anew(case: Path, tmp_path: Path) -> None:
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "run.json").write_text("{}")
+    command = f"quantize {{model}} --format fp8_channel --out {tmp_path}/out"
+    result = invoke(case, command)
+    assert result.exit_code == 2 and "run.json: not the start of a run" in result.stderr, result.output
+    assert result.stderr.endswith("; pass --restart to begin anew\n")
+    run(case, f"{command} --restart")
+    assert not partial.exists()
+
+
+def test_a_program_that_cannot_be_read_is_exported_again(case: Path, tmp_path: Path) -> None:
+    """An archive whose graph is another document; and a module whose class is gone, saved as a state dict."""
+    with zipfile.ZipFile(case / "program.pt2") as whole, zipfile.ZipFile(tmp_path / "bad.pt2", "w") as damaged:
+        for name in whole.namelist():
+            damaged.writestr(name, b"{}" if name.endswith("model.json") else whole.read(name))
+    command = f"quantize {tmp_path}/bad.pt2 --format fp8_channel --trust-remote-code --out {{out}}"
+    result = invoke(case, command)
+    assert result.exit_code == 2 and "; export it again with this torch" in result.stderr, result.output
+    program = torch.export.export(two_blocks(), (torch.zeros(2, 64),))
+    torch.export.save(program, tmp_path / "bad.pt2")
+    run(case, command)
+    gone = types.ModuleType("gone")
+    gone.Gone = type("Gone", (nn.Sequential,), {"__module__": "gone"})  # type: ignore[attr-defined]
+    sys.modules["gone"] = gone
+    model = gone.Gone(*two_blocks())
+    torch.save(model, tmp_path / "gone.pt")
+    del sys.modules["gone"]
+    command = f"quantize {tmp_path}/gone.pt --format fp8_channel --trust-remote-code --out {{out}}"
+    result = invoke(case, command)
+    assert result.exit_code == 2 and "; save model.state_dict() instead" in result.stderr, result.output
+    torch.save(model.state_dict(), tmp_path / "gone.pt")
+    run(case, command)
 
 
 def test_merge_lora_takes_the_plan_that_it_asks_for() -> None:

@@ -131,6 +131,8 @@ def run_probe(model: nn.Module, probe: Tensor) -> Tensor:
     try:
         with torch.no_grad():
             return logits_of(model, probe.to(device_of(model)))
+    except UserError:  # of quantized attention
+        raise
     except Exception as error:  # the model's own code, which may fail in any way on inputs that it is not made for
         raise ValueError(f"it does not run on token ids ({' '.join(str(error).split())})") from error
 

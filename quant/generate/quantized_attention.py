@@ -125,9 +125,10 @@ def quantized_attention(
         try:
             model.set_attn_implementation(name)  # type: ignore[operator]
             if config._attn_implementation != name:
+                kept = [option(*each) for each in (("attention", "16bit"), ("kv_cache", "16bit"))]
                 raise UserError(
-                    f"{type(model).__name__}: its attention is its own and cannot be replaced "
-                    f"({option('attention', '16bit')})"
+                    f"{type(model).__name__}: its attention is its own and cannot be replaced; take "
+                    f"{' and '.join(kept[attention != 'fp8' : 1 + any(formats)])}"
                 )
             # Read by `_rounded` in a forward pass without a cache; one with a cache carries its own format.
             config.quant_kv_cache = kv_cache if any(formats) else None
@@ -309,7 +310,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scales: KVScales | None, fp8: bool, 
     room = next((size for size in DIMS if size >= dim), None)
     if room is None:
         raise UserError(
-            f"head dimension {dim}: quantized attention takes at most {DIMS[-1]} ({option('attention', '16bit')})"
+            f"head dimension {dim}: quantized attention and KV caches take at most {DIMS[-1]}; take "
+            f"{option('attention', '16bit')} and {option('kv_cache', '16bit')}"
         )
     on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)
     # Zeros in added channels change no score, and their outputs are cut off.

@@ -453,7 +453,9 @@ def choose_kv_layers(model: nn.Module, rows: Tensor, bits: float | None, session
     config, rows = getattr(model, "config", None), rows[:_ROWS].to(device_of(model))
     sizes = np.array([kv_layer_bytes(config, 4096, 1, FORMATS.get(name)) for name in KV_LAYERS], dtype=float).T
     if not len(sizes) or not sizes.all():
-        raise UserError(f"{type(model).__name__}: {option('kv_bits')} needs attention with a KV cache in every layer")
+        raise UserError(
+            f"{type(model).__name__}: {option('kv_bits')} needs attention with a KV cache in every layer; leave it out"
+        )
     layers, total = [f"layer {index}" for index in range(len(sizes))], sizes.sum(axis=0)
 
     def limit(bits: float) -> float:
