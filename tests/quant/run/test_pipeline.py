@@ -315,6 +315,16 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, ("--calib", single), "give two or more"),
         (source, ("--calib", "self"), "one file with a prompt in each line"),
         (source, (*calib, "--call", "num_inference_steps=2000"), "has 1000 timesteps"),
+        (
+            source,
+            (*calib, "--call", "steps=2"),
+            "write NAME=VALUE, of an argument that StableDiffusion3Pipeline takes: ",
+        ),
+        (
+            source,
+            (*calib, "--call", "height"),
+            "write NAME=VALUE, of an argument that StableDiffusion3Pipeline takes: ",
+        ),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
         (source, (*calib, "--bits", "3"), "the smallest feasible value"),
         (
@@ -360,6 +370,11 @@ def test_a_plan_of_a_pipeline_is_refused_with_the_way_out(pipeline: Callable[[st
     options = ("--max-kl", "0.1", "--out", tmp_path / "plan.json")
     result = CliRunner().invoke(main, ["plan", "make", str(pipeline("SD3")), *map(str, options)])
     assert result.exit_code and "--bits 6 or --max-error 0.05 chooses their formats" in result.output
+
+
+def test_a_pipeline_is_no_file(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
+    result = _quantize(pipeline("SD3"), "--format", "fp8_channel", "--solver", "rtn", "--out", tmp_path / "pipe.gguf")
+    assert result.exit_code and result.stderr.endswith(".gguf: a pipeline is written to a directory; name one\n")
 
 
 def test_load_pipeline_says_what_a_directory_is(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
