@@ -12,8 +12,10 @@ import functools
 import itertools
 import json
 import math
+import os
 import re
 import shutil
+import subprocess
 import sys
 import tempfile
 import types
@@ -435,6 +437,11 @@ COMMANDS = [
         "known: input_ids,",
         drop="--input ids:int64:batch,sequence",
         add=INPUTS,
+    ),
+    Row(
+        Q + f"--format fp8 --calib {{case}}/named.safetensors --calib {{text}} {SMALL}",
+        "a text; give one of them",
+        drop="--calib {text}",
     ),
     Row(
         Q + f"--format fp8 --calib {{case}}/x.pt {SMALL}",
@@ -1523,6 +1530,55 @@ def test_a_program_that_cannot_be_read_is_exported_again(case: Path, tmp_path: P
     assert result.exit_code == 2 and "; save model.state_dict() instead" in result.stderr, result.output
     torch.save(model.state_dict(), tmp_path / "gone.pt")
     run(case, command)
+
+
+def test_a_checkout_without_links_is_mended_by_the_commands_of_its_message(tmp_path: Path) -> None:
+    """As git and archives write it on Windows: the links are text files."""
+    (tmp_path / "quant").mkdir()
+    for name in ("__init__.py", "__init__.pyi"):
+        shutil.copy(ROOT / "quant" / name, tmp_path / "quant")
+    for room in ("formats", "kernels", "recipes", "calibration", "export"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "file.py").touch()
+        (tmp_path / "quant" / room).symlink_to(f"../{room}")
+    own = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+
+    def git(*arguments: str) -> None:
+        subprocess.run([*own, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def imported() -> subprocess.CompletedProcess[str]:
+        code = [sys.executable, "-c", "import quant.formats.file"]
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        return subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True)
+
+    for arguments in (("init",), ("add", "."), ("commit", "-m", "all"), ("config", "core.symlinks", "false")):
+        git(*arguments)
+    for room in ("formats", "kernels", "recipes", "calibration", "export"):
+        (tmp_path / "quant" / room).unlink()
+    git("checkout", "--", ".")
+    refused = imported()
+    assert refused.returncode and "in a clone, run `git" in refused.stderr, refused.stderr
+    for command in re.findall("`git ([^`]*)`", refused.stderr):
+        git(*command.split())
+    assert imported().returncode == 0
+
+
+def test_the_line_to_try_latent_attention_works(case: Path, tmp_path: Path) -> None:
+    sizes = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
+        "v_head_dim": 16, "head_dim": 16, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    tiny_models.build("DeepseekV3", "ForCausalLM", sizes).save_pretrained(tmp_path / "latent")
+    for file in (case / "model").glob("token*"):
+        shutil.copy(file, tmp_path / "latent")
+    data = f"--calib {{case}}/odd.safetensors {SMALL} --effort 0"
+    told = run(case, f"quantize {tmp_path}/latent --format fp8_channel --kv-cache fp8 {data} --out {tmp_path}/out")
+    advised = re.search(r"try it:   quant (generate \S+) --prompt \".*\"(.*)\n", told)
+    assert advised is not None, told
+    run(case, f"{advised[1]} --prompt hi --max-new-tokens 2{advised[2]}")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"quant generate \. --prompt .{10,60} --kv-cache 16bit", page)
 
 
 def test_merge_lora_takes_the_plan_that_it_asks_for() -> None:

@@ -28,7 +28,7 @@ from quant.evaluation.evaluation import Evaluation, Examples
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import first_problem
 from quant.recipes.recipe import KEEP
-from quant.report.summary import verified_text
+from quant.report.summary import cache_flag, verified_text
 
 if TYPE_CHECKING:
     from quant.report.report import KVCache, Receipt, Report
@@ -262,7 +262,7 @@ def usage(report: Report, plan: Plan) -> Section | None:
     if report.kv_cache is None:
         return None
     trust = " --trust-remote-code" if "--trust-remote-code" in report.command else ""
-    rows = [("try it", f'quant generate . --prompt "The capital of France is"{trust}')]
+    rows = [("try it", f'quant generate . --prompt "The capital of France is"{cache_flag(plan)}{trust}')]
     conv1d = next((f"{layer.name}: its weight is a Conv1D's" for layer in plan.quantized if layer.transposed), None)
     problem = conv1d or first_problem(plan, "vllm")
     if problem is None:

@@ -180,6 +180,12 @@ WITHOUT_VOCABULARY = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 
 
+def cache_flag(plan: Plan) -> str:
+    """Returns what `quant generate` needs where latent attention, whose keys and values differ in shape, is planned."""
+    is_latent = any(layer.name.endswith(".kv_a_proj_with_mqa") for layer in plan.layers)
+    return " --kv-cache 16bit" if plan.kv_cache is not None and is_latent else ""
+
+
 def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     """Returns at most six lines: how the loss compares with the usual one, and commands that use the checkpoint."""
     lines = [] if (verdict := _verdict(report, plan)) is None else [verdict]
@@ -202,7 +208,7 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     if report.evaluation is None:
         lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
     path, original = shlex.quote(str(directory)), shlex.quote(report.model)
-    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{flag}')
+    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{cache_flag(plan)}{flag}')
     lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}{flag}")
     # As the model card has it, which knows the model's class too.
     card = directory / "README.md"

@@ -64,6 +64,8 @@ def test_scales_are_those_of_the_cached_rows(name: str, granularity: str) -> Non
 
 def test_a_checkpoint_holds_them(tmp_path: Path) -> None:
     model = latent_model("DeepseekV3")
+    with pytest.raises(ValueError, match=r'no scale for each \(fp8_head\); use kv_cache="fp8"'):
+        quant.quantize(model, "fp8_channel", ROWS, kv_cache="fp8_head", effort=0)
     done = quant.quantize(model, "fp8_channel", ROWS, kv_cache="fp8", effort=0)
     quant.save(done.model, done.plan, tmp_path / "out")
     stored = load_file(tmp_path / "out/model.safetensors")
