@@ -83,7 +83,9 @@ from quant.recipes.recipe import Recipe
 from quant.recipes.solver_names import rows_of, solver_of
 
 TITLE = "Accuracy after quantization"
+MODEL = "smollm2-135m"
 TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
+PAGES = {"calibration": "calibration.txt", "eval": "evaluation.txt"}  # the same texts, for other tokenizers
 
 
 # The compositions worth a row at four bits, of which those appear that the registry knows.
@@ -151,15 +153,21 @@ def write_texts(
     """
     source = open_model(settings.model)
     tokenizer = source.load_tokenizer()
-    evaluated = quant.token_rows(f"{tokens}:eval", None, samples=rows, seqlen=_seqlen(tokens))
-    seqlen = evaluated.shape[1]
+    seqlen = _seqlen(tokens)
+
+    def wikitext(part: str, samples: int) -> torch.Tensor:
+        if tokens == TOKENS and settings.model != MODEL:  # those tokens are of SmolLM2's vocabulary
+            return page_rows(TOKENS.with_name(PAGES[part]), tokenizer, samples, seqlen)
+        return quant.token_rows(f"{tokens}:{part}", None, samples=samples, seqlen=seqlen)
+
+    evaluated = wikitext("eval", rows)
     by_kfac = {}
     size = None if source.model is None else sum(parameter.numel() for parameter in source.model.parameters())
     on_gpu = settings.device == "cuda"
     counts = [rows_of(solver, on_gpu=on_gpu, parameters=size) for solver in ("gptq", "kfac")]
     calibration_rows, more_rows = (calibration_rows, calibration_rows) if calibration_rows else counts
     if calib == "tokens":
-        calibration = quant.token_rows(f"{tokens}:calibration", None, samples=calibration_rows, seqlen=seqlen)
+        calibration = wikitext("calibration", calibration_rows)
         made_of = f"{tokens.name}:calibration"
     else:
         assert source.model is not None
@@ -478,9 +486,9 @@ def _parse_checkpoints(options: Sequence[str]) -> dict[str, Path]:
 
 
 @click.command(help=__doc__)
-@click.option("--model", default="smollm2-135m", show_default=True, help="Alias, directory or file of a causal LM.")
+@click.option("--model", default=MODEL, show_default=True, help="Alias, directory or file of a causal LM.")
 @click.option("--tokens", default=TOKENS, type=click.Path(path_type=Path, exists=True),
-              help="Safetensors of token ids, `calibration` and `eval`; SmolLM2's WikiText-2 by default.")  # fmt: skip
+              help="Safetensors of token ids, `calibration` and `eval`; WikiText-2 by default.")  # fmt: skip
 @click.option("--calib", type=click.Choice(["mix", "tokens"]), default="mix", show_default=True,
               help="Calibration text: the package's mixture, or that of --tokens.")  # fmt: skip
 @click.option("--text", "more", multiple=True, metavar="NAME=FILE",

@@ -747,18 +747,40 @@ def test_gguf_is_parsed_once_and_gguf_left_as_it_was(tiny_gguf: Path, monkeypatc
     parsed = []
     plain = gguf_reader()
     monkeypatch.setattr(gguf_models, "gguf_reader", lambda: lambda *args: parsed.append(args) or plain(*args))
-    before = gguf.GGUFReader, gguf.get_tensor_name_map
+
+    def functions() -> tuple[object, ...]:
+        return gguf.GGUFReader, gguf.get_tensor_name_map, gguf.quants._apply_over_grouped_rows
+
+    before = functions()
     open_model(tiny_gguf)
     assert len(parsed) == 1
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert functions() == before
     with pytest.raises(RuntimeError, match="stop"), gguf_models.shared_parsing():
         raise RuntimeError("stop")
-    assert (gguf.GGUFReader, gguf.get_tensor_name_map) == before
+    assert functions() == before
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0", "BF16"])
+def test_dequantized_on_all_cores_as_gguf_does(kind: str) -> None:
+    kind = gguf.GGMLQuantizationType[kind]
+    shape = gguf.quant_shape_to_byte_shape((2, 300, 512), kind)
+    codes = np.random.default_rng(0).integers(0, 120, shape, np.uint8)  # no infinite scales
+    expected = gguf.quants.dequantize(codes, kind)
+    with gguf_models.shared_parsing():
+        values = gguf.quants.dequantize(codes, kind)
+    assert values.dtype == expected.dtype
+    assert np.array_equal(values, expected)
 
 
 def test_plain_reader_reads_what_gguf_reads(tiny_gguf: Path) -> None:
     own, theirs = gguf_reader()(tiny_gguf), gguf.GGUFReader(tiny_gguf)
-    assert {k: f.contents() for k, f in own.fields.items()} == {k: f.contents() for k, f in theirs.fields.items()}
+    for key, field in theirs.fields.items():
+        mine = own.fields[key]
+        assert (mine.offset, mine.data, mine.types, mine.contents()) == (
+            field.offset, field.data, field.types, field.contents(),
+        )  # fmt: skip
+        assert [(p.dtype, p.tolist()) for p in mine.parts] == [(p.dtype, p.tolist()) for p in field.parts]
+    assert own.fields.keys() == theirs.fields.keys()
     for a, b in zip(own.tensors, theirs.tensors, strict=True):
         assert (a.name, a.tensor_type, a.data_offset) == (b.name, b.tensor_type, b.data_offset)
         assert np.array_equal(a.data, b.data)
