@@ -85,17 +85,12 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def _supports_activation(activation: MoEActivation) -> bool:
-        return activation in (
-            MoEActivation.SILU,
-            MoEActivation.GELU,
-            MoEActivation.GELU_TANH,
-            MoEActivation.SILU_NO_MUL,
-            MoEActivation.GELU_NO_MUL,
-            MoEActivation.GELU_TANH_NO_MUL,
-            MoEActivation.RELU2_NO_MUL,
-            # Of gpt-oss: gate and up alternate, in the weights as in the checkpoint.
-            MoEActivation.SWIGLUOAI,
-        )
+        # By name: releases lack some. SWIGLUOAI is gpt-oss's, where gate and up alternate, in the weights as in the
+        # checkpoint; SWIGLUOAI_UNINTERLEAVE is MiniMax-M3's.
+        return activation.name in (
+            "SILU", "GELU", "GELU_TANH", "SILU_NO_MUL", "GELU_NO_MUL", "GELU_TANH_NO_MUL", "RELU2_NO_MUL", "SWIGLUOAI",
+            "SWIGLUOAI_UNINTERLEAVE",
+        )  # fmt: skip
 
     @staticmethod
     def _supports_parallel_config(moe_parallel_config: FusedMoEParallelConfig) -> bool:

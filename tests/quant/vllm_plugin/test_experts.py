@@ -22,6 +22,8 @@ from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.vllm_plugin import fp8_experts, fused_experts, mxfp4_experts, releases
 
 COUNT, HIDDEN, INNER, TOKENS = 4, 64, 128, 5
+LIMIT = 0.75
+"""Of the activation of MiniMax-M3 here: many values lie beyond it."""
 
 
 class Fields(SimpleNamespace):
@@ -80,6 +82,9 @@ def gated(activation: MoEActivation, both: torch.Tensor) -> torch.Tensor:
         gate, up = both[..., ::2].clamp(max=7), both[..., 1::2].clamp(-7, 7)
         return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     gate, up = both.chunk(2, -1)
+    if activation.name == "SWIGLUOAI_UNINTERLEAVE":
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return gate * torch.sigmoid(1.702 * gate) * (up + 1)
     return torch.nn.functional.silu(gate) * up
 
 
@@ -129,8 +134,13 @@ def check(method: Any, layer: torch.nn.Module, weights: dict[str, BlockScaledTen
 # A limit of 1e6 changes no value: only vLLM applies it.
 @pytest.mark.parametrize("limit", [None, 1e6] if releases.limits_activations() else [None])
 def test_mxfp4_of_compressed_tensors(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_mxfp4(moe_config(swiglu_limit=limit), monkeypatch)
+
+
+def check_mxfp4(config: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Checks experts as compressed-tensors writes them, and returns their kernel."""
     torch.manual_seed(0)
-    method = mxfp4_experts.BlockscaleMxFp4MoEMethod(moe_config(swiglu_limit=limit))
+    method = mxfp4_experts.BlockscaleMxFp4MoEMethod(config)
     assert method.experts_cls is mxfp4_experts.BlockscaleMxFp4Experts
     layer, weights = layer_of(method), stacks("mxfp4")
     for name, weight in weights.items():
@@ -139,6 +149,16 @@ def test_mxfp4_of_compressed_tensors(limit: float | None, monkeypatch: pytest.Mo
     method.process_weights_after_loading(layer)
     assert layer.w13_weight.dtype is torch.int32 and layer.w13_weight.shape[:2] == (COUNT, 2 * INNER)
     check(method, layer, weights, monkeypatch)
+    return method.moe_kernel.fused_experts
+
+
+@pytest.mark.skipif(not releases.limits_activations(), reason="vLLM applies no limit by itself")
+def test_swiglu_of_minimax_m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate and up are halves, and vLLM's activation gets the limit and the factors of the model."""
+    factors = {"swiglu_limit": LIMIT, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+    kernel = check_mxfp4(moe_config(activation=MoEActivation.SWIGLUOAI_UNINTERLEAVE, **factors), monkeypatch)
+    told = kernel.activation_config
+    assert (told.clamp_limit, told.alpha, told.beta) == tuple(factors.values())
 
 
 def test_mxfp4_under_expert_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
