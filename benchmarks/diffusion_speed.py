@@ -12,8 +12,8 @@
 Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
 is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
 Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on Hopper. torchao's and Transformer Engine's rows
-quantize the same layers. Each row is a process of its own: all compile at once, then one after the other is timed. A
-peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
+quantize the same layers. Each row is a process of its own: those of a size compile at once, then one after the other
+is timed. A peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
 """
 
 from __future__ import annotations
@@ -245,16 +245,9 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
 
 
-def speed(families: list[str], chosen: str, tokens: int, jobs: int, profile: str) -> list[Row]:
-    """Milliseconds and errors of BF16 and of the chosen methods, at both sizes or one."""
-    names = [name for name in methods() if name == "BF16" or re.search(chosen, name)]
-    cases = [
-        (family, grid, name)
-        for family in families
-        for grid in SIZES[family]
-        if not tokens or math.prod(grid) == tokens
-        for name in names
-    ]
+def speed(family: str, grid: tuple[int, ...], chosen: str, jobs: int, profile: str) -> list[Row]:
+    """Milliseconds and errors of BF16 and of the chosen methods, of blocks of one family at one size."""
+    cases = [(family, grid, name) for name in methods() if name == "BF16" or re.search(chosen, name)]
     with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(jobs) as pool:
         files = [Path(home) / f"{i}.pt" for i in range(len(cases))]
         # Compilers in processes of their own would be more processes than cores.
@@ -272,7 +265,7 @@ def speed(families: list[str], chosen: str, tokens: int, jobs: int, profile: str
         processes = list(pool.map(compiled, cases, files))
         microseconds = [_said(process) for process in processes]
         rows: list[Row] = []
-        for (family, grid, name), file, time_of_row in zip(cases, files, microseconds, strict=True):
+        for (_, _, name), file, time_of_row in zip(cases, files, microseconds, strict=True):
             if name == "BF16":
                 base, exact = time_of_row, torch.load(file)
             row = {"blocks": family, "tokens": math.prod(grid), "method": name}
@@ -281,6 +274,7 @@ def speed(families: list[str], chosen: str, tokens: int, jobs: int, profile: str
                 error = _error(torch.load(file), exact)
                 figures = {"ms": time_of_row / 1000, "× BF16": base / time_of_row, "error %": 100 * error}
             rows.append({**row, **{key: None if value is None else round(value, 3) for key, value in figures.items()}})
+            click.echo(rows[-1], err=True)
     return rows
 
 
@@ -460,9 +454,11 @@ def main(
         started, *arguments = json.loads(timed)
         return run_timed(started, arguments)
     header = {**machine(), **versions("diffusers", "torchao", "transformer-engine", "triton")}
-    families = [name for name in ("flux", "wan") if name in only.split(",")]
-    if families:
-        rows = speed(families, method, tokens, jobs, profile)
+    sizes = [(name, grid) for name in ("flux", "wan") if name in only.split(",") for grid in SIZES[name]]
+    sizes = [(name, grid) for name, grid in sizes if not tokens or math.prod(grid) == tokens]
+    if sizes:
+        # One after the other: what is compiled beside them waits with its memory.
+        rows = [row for name, grid in sizes for row in speed(name, grid, method, jobs, profile)]
         show("Blocks of diffusion transformers", header, rows, (), json_path)
     if "branch" in only.split(","):
         show("Parts of a layer with a low-rank branch", header, branch_parts(), (), None)
