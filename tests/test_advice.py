@@ -1563,17 +1563,65 @@ def test_a_checkout_without_links_is_mended_by_the_commands_of_its_message(tmp_p
     assert imported().returncode == 0
 
 
-def test_the_line_to_try_latent_attention_works(case: Path, tmp_path: Path) -> None:
+def latent(directory: Path, case: Path) -> Path:
+    """A model whose cache keeps latent vectors, whose keys are wider than its values."""
     sizes = {
         "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4,
         "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
         "v_head_dim": 16, "head_dim": 16, "first_k_dense_replace": 1,
     }  # fmt: skip
-    tiny_models.build("DeepseekV3", "ForCausalLM", sizes).save_pretrained(tmp_path / "latent")
+    return with_tokenizer(tiny_models.build("DeepseekV3", "ForCausalLM", sizes), directory, case)
+
+
+def hybrid(directory: Path, case: Path) -> Path:
+    """A model whose layers keep states beside keys and values."""
+    return with_tokenizer(tiny_models.build("FalconH1", "ForCausalLM", tiny_models.DECODER), directory, case)
+
+
+def with_tokenizer(model: Any, directory: Path, case: Path) -> Path:
+    model.save_pretrained(directory)
     for file in (case / "model").glob("token*"):
-        shutil.copy(file, tmp_path / "latent")
+        shutil.copy(file, directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (latent, "differ in shape; such a cache stays in 16 bit (--kv-cache 16bit)"),
+        (hybrid, "have no quantized cache; generate with --kv-cache 16bit"),
+    ],
+)
+def test_caches_that_stay_in_16_bit(make: Callable[[Path, Path], Path], says: str, case: Path, tmp_path: Path) -> None:
+    command = f"generate {make(tmp_path / 'model', case)} --prompt hi --max-new-tokens 2 --kv-cache"
+    result = invoke(case, f"{command} fp8")
+    assert result.exit_code == 2 and says in result.stderr, result.output
+    run(case, f"{command} 16bit")
+
+
+def test_attention_in_fp8_is_exported_as_advised(case: Path, tmp_path: Path) -> None:
+    run(case, f"plan make {{model}} --format fp8 --attention fp8 --calib {{ids}} {SMALL} --out {tmp_path}/plan.json")
+    run(case, f"quantize {{model}} --plan {tmp_path}/plan.json --calib {{ids}} {SMALL} --out {tmp_path}/stored")
+    for options, says in (
+        (
+            "--to aoti --out {out}.pt2",
+            "which a package with a KV cache does not: pass --attention none, or --capacity 0",
+        ),
+        ("--to torch-tensorrt --target sm120 --out {out}", "torch-tensorrt has no op for that: pass --attention none"),
+        ("--to onnx --kv-cache nvfp4 --out {out}", "the plan has attention in fp8; pass --attention none with it"),
+        ("--to onnx --genai --out {out}", "no provider of onnxruntime has attention in FP8; pass --attention none"),
+    ):
+        result = invoke(case, f"export {tmp_path}/stored {options}")
+        assert result.exit_code == 2 and says in result.stderr, result.output
+    run(case, f"export {tmp_path}/stored --to onnx --genai --attention none --out {{out}}")
+
+
+def test_the_line_to_try_latent_attention_works(case: Path, tmp_path: Path) -> None:
     data = f"--calib {{case}}/odd.safetensors {SMALL} --effort 0"
-    told = run(case, f"quantize {tmp_path}/latent --format fp8_channel --kv-cache fp8 {data} --out {tmp_path}/out")
+    told = run(
+        case,
+        f"quantize {latent(tmp_path / 'latent', case)} --format fp8_channel --kv-cache fp8 {data} --out {tmp_path}/out",
+    )
     advised = re.search(r"try it:   quant (generate \S+) --prompt \".*\"(.*)\n", told)
     assert advised is not None, told
     run(case, f"{advised[1]} --prompt hi --max-new-tokens 2{advised[2]}")
