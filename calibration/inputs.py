@@ -277,12 +277,8 @@ def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any], name: s
         calls.append((args, kwargs))
 
     # A pre-hook sees the arguments as the loop gives them, before the model moves or changes any.
-    handle = model.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        with evaluating(model), torch.no_grad():
-            forward_loop(model)
-    finally:
-        handle.remove()
+    with removing([model.register_forward_pre_hook(record, with_kwargs=True)]), evaluating(model), torch.no_grad():
+        forward_loop(model)
     calls = _without_empty(calls)
     if not calls:
         raise ValueError(f"{name} never called the model, or only on empty tensors")

@@ -47,10 +47,12 @@ class Watched:
         # By module and not by layer: a stand-in input may take another branch of a module that real tokens went
         # through.
         seen_modules = {parent_of(name) for name in self.input_dims}
-        new = {name for name in other.input_dims if parent_of(name) not in seen_modules}
-        old = {group for name, group in other.groups.items() if name not in new}
-        self.groups |= {name: group for name, group in other.groups.items() if name in new and group not in old}
-        self.input_dims |= {name: other.input_dims[name] for name in new}
+        new_layers = {name for name in other.input_dims if parent_of(name) not in seen_modules}
+        seen_groups = {group for name, group in other.groups.items() if name not in new_layers}
+        self.groups |= {
+            name: group for name, group in other.groups.items() if name in new_layers and group not in seen_groups
+        }
+        self.input_dims |= {name: other.input_dims[name] for name in new_layers}
         self.convolutions |= other.convolutions
 
     def of(self, layers: Sequence[Layer], *, complete: bool = False) -> list[Layer]:

@@ -117,7 +117,10 @@ def all_solved(
     outlines: Sequence[tuple[Mapping[str, tuple[int, ...]], Format]],
     exchange: Exchange,
 ) -> list[dict[str, BlockScaledTensor]]:
-    """Returns the solutions of several groups, of which each rank has some."""
+    """Returns the solutions of several groups, of which each rank has some: `own`, by the number of the group.
+
+    `outlines` has for each group the shapes of its weights by layer name, and their format.
+    """
     entries: list[tuple[int, list[Tensor | None]]] = []
     for index, solved in own.items():
         weights = [solved[name] for name in outlines[index][0]]

@@ -58,19 +58,10 @@ from quant.base.processor import memory_left
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.session import free_memory
 from quant.export.aoti.op_bodies import BODIES, EXPORTED_ATTENTION, INNER_BODIES, analysed_once, launches
+from quant.export.onnx import serving
 from quant.export.onnx.attention_nodes import scatter
 from quant.export.onnx.decoder_graph import attending
 from quant.export.onnx.engine_session import check_memory, check_step
-from quant.export.onnx.serving import (
-    IDS,
-    LAST,
-    LENGTHS,
-    CachedAttention,
-    ServingGraph,
-    cache_shapes,
-    check_decoder,
-    trace_serving,
-)
 from quant.export.onnx.trace import Dims, replaced_ops, trace_for_torch
 from quant.formats.format import FORMATS, Number
 from quant.generate.fused_decoder import merge_rows
@@ -412,7 +403,7 @@ def siblings_merged(model: nn.Module) -> Iterator[None]:
         yield
 
 
-class InPlaceGraph(ServingGraph):
+class InPlaceGraph(serving.ServingGraph):
     """A serving graph that writes into the cache that it is called with, and returns logits alone."""
 
     def forward(self, inputs: dict[str, Tensor], past: list[Tensor]) -> Any:
@@ -452,15 +443,15 @@ def decoder_program(
     model: nn.Module, capacity: int, *, shapes: str | list[str] | None = None
 ) -> tuple[torch.export.ExportedProgram, list[tuple[int, int, torch.dtype]]]:
     """Returns the graph that is compiled, and KV heads, dimension and dtype of each part of its cache."""
-    check_decoder(model, capacity)
+    serving.check_decoder(model, capacity)
     restore_layout(model)  # a model that ran on a GPU may hold its weights as that GPU's kernels read them
-    function = CachedAttention({module: name for name, module in model.named_modules()})
+    function = serving.CachedAttention({module: name for name, module in model.named_modules()})
     merged = siblings_merged(model) if next(model.parameters()).is_cuda else contextlib.nullcontext()
     with merged, attending(model, function, masked=False), scales_as_matrices(model):
-        caches = cache_shapes(model, function)
+        caches = serving.cache_shapes(model, function)
         with next(model.parameters()).device:
             past = function.cache_inputs(caches, capacity)
-        program, _ = trace_serving(InPlaceGraph(model, function), past, shapes, capacity)
+        program, _ = serving.trace_serving(InPlaceGraph(model, function), past, shapes, capacity)
     share_input_scales(program)
     return program, caches
 
@@ -547,7 +538,10 @@ class AotiSession:
 
     def step(self, ids: np.ndarray, lengths: np.ndarray, last: np.ndarray) -> np.ndarray:
         check_step(ids, lengths, last, self.capacity)
-        inputs = {name: torch.from_numpy(value) for name, value in ((IDS, ids), (LENGTHS, lengths), (LAST, last))}
+        inputs = {
+            name: torch.from_numpy(value)
+            for name, value in ((serving.IDS, ids), (serving.LENGTHS, lengths), (serving.LAST, last))
+        }
         try:
             if self._device.type == "cuda" and ids.shape[1] == 1:
                 logits = self._replayed(inputs)

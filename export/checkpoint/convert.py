@@ -21,6 +21,7 @@ from quant.base.atomic import write_atomically
 from quant.base.errors import UserError, known_names, loss_text, require
 from quant.base.json_files import json_text, text_as_in_source
 from quant.base.torch_modes import in_own_modes
+from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.directory import check_apart, new_directory, saved_report
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, Layout
@@ -34,16 +35,6 @@ from quant.export.checkpoint.files.tensors import (
     read_layer,
     read_parts,
     write_tensors,
-)
-from quant.export.checkpoint.open_checkpoint import (
-    KV_SCALES,
-    Checkpoint,
-    dtype_problems,
-    kv_scale_problems,
-    outline,
-    refuse,
-    suspect_problems,
-    untied_in,
 )
 from quant.export.checkpoint.other_runtimes import Trial, runtime_warnings, trial_load, vllm_problem
 from quant.formats.format import FORMATS
@@ -106,7 +97,7 @@ def convert(
     if not (directory / "config.json").is_file():
         raise UserError(f"{directory}: no config.json, and so one for quant.load(directory, model), in its own layout")
     with remote_code(trust_remote_code):
-        opened = Checkpoint(directory, model or outline(directory))
+        opened = open_checkpoint.Checkpoint(directory, model or open_checkpoint.outline(directory))
     plan, names, dtype = opened.plan, opened.names, stored_dtype(opened.model)
     layout = LAYOUTS[to]
     # Before any tensor is read: a plan that the layout cannot express is refused at once, not after most shards.
@@ -141,11 +132,11 @@ def convert(
     return {"files": sizes, "rounded_scales": rounded}
 
 
-def _write_configs(temporary: Path, directory: Path, opened: Checkpoint, layout: Layout) -> None:
+def _write_configs(temporary: Path, directory: Path, opened: open_checkpoint.Checkpoint, layout: Layout) -> None:
     """Writes config.json as the checkpoint has it, with the quantization of `layout`, and the layout's own files."""
     # The bare word Infinity, which is not JSON, stays where a config has it: its readers know it.
     fields = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    clear_flag(fields, opened.model, untied_in(opened, opened.plan).values())
+    clear_flag(fields, opened.model, open_checkpoint.untied_in(opened, opened.plan).values())
     fields["quantization_config"] = layout.quantization_config(opened.plan, opened.names)
     for file, contents in layout.own_files(opened.plan, opened.names).items():
         text = json.dumps(contents, indent=4, allow_nan=False)
@@ -154,7 +145,7 @@ def _write_configs(temporary: Path, directory: Path, opened: Checkpoint, layout:
     (temporary / "config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, Tensor]]:
+def _converted(opened: open_checkpoint.Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[str, Tensor]]:
     tensors, names = opened.tensors, opened.names
     owned: set[str] = set()
     # Codes and scales go through our own form, `BlockScaledTensor`, which both layouts read and write without rounding.
@@ -166,13 +157,13 @@ def _converted(opened: Checkpoint, dtype: torch.dtype, layout: Layout) -> Iterat
             for suffix, tensor in layout.compress(matrix, input_scale, dtype, layer.activation).items():
                 yield names.stored(f"{matrix_name}.{suffix}"), tensor.contiguous()
     unquantized = {name: tensors[name] for name in tensors if name not in owned}
-    refuse(kv_scale_problems(tensors))
-    refuse(dtype_problems(opened.model, unquantized, tensors))
-    refuse(suspect_problems(opened.model, tensors))
+    open_checkpoint.refuse(open_checkpoint.kv_scale_problems(tensors))
+    open_checkpoint.refuse(open_checkpoint.dtype_problems(opened.model, unquantized, tensors))
+    open_checkpoint.refuse(open_checkpoint.suspect_problems(opened.model, tensors))
     for name in unquantized:
         # Only scales of the KV cache differ between layouts in both name and form: ModelOpt has `k_proj.k_scale` and
         # one number, compressed-tensors `k_scale` and one number or one for each head.
-        if name.endswith(KV_SCALES):
+        if name.endswith(open_checkpoint.KV_SCALES):
             try:
                 stored = layout.stored_kv_scale(names.stored(name), tensors[name], dtype)
             except ValueError as error:

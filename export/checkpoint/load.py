@@ -9,19 +9,10 @@ from torch import nn
 
 from quant.base.errors import UserError, near_file, option
 from quant.base.torch_modes import in_own_modes
+from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
-from quant.export.checkpoint.open_checkpoint import (
-    CONFIG_TABLES,
-    Checkpoint,
-    config_in,
-    fill,
-    outline,
-    quantization_config,
-    refuse,
-    suspect_problems,
-)
 from quant.export.checkpoint.save import attach
 from quant.models.files import SourceKind, find_checkpoint, find_model, is_export
 from quant.models.huggingface import remote_code
@@ -35,12 +26,12 @@ def is_checkpoint(path: str | Path) -> bool:
     """Returns whether `path` is a directory that holds a quantized checkpoint of a known layout."""
     if is_export(Path(path)):
         return False  # its plan is that of the checkpoint
-    return quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
+    return open_checkpoint.quantization_config(Path(path)) is not None or (Path(path) / PLAN_FILE).is_file()
 
 
 def can_run(path: str | Path) -> bool:
     """Returns whether `load` knows the formats of a quantized checkpoint, judging by its config."""
-    config = quantization_config(Path(path))
+    config = open_checkpoint.quantization_config(Path(path))
     # A plan names only formats of this toolkit, so a checkpoint with a plan can always run.
     if config is None or (Path(path) / PLAN_FILE).is_file():
         return is_checkpoint(path)
@@ -80,10 +71,10 @@ def load(
     with remote_code(trust_remote_code):
         path = find_checkpoint(directory)
         check_checkpoint(path)
-        opened = Checkpoint(path, model or outline(path))
-        loaded = fill(opened, built=model is None)
+        opened = open_checkpoint.Checkpoint(path, model or open_checkpoint.outline(path))
+        loaded = open_checkpoint.fill(opened, built=model is None)
         # FP8 codes are most of a checkpoint, and are checked when their layer first runs.
-        refuse(suspect_problems(loaded, opened.tensors, fp8=False))
+        open_checkpoint.refuse(open_checkpoint.suspect_problems(loaded, opened.tensors, fp8=False))
         # The model's `save_pretrained` writes codes from here on, and `quantization_plan` is its plan.
         attach(loaded, opened.plan)
         return loaded.eval().to(device)
@@ -105,7 +96,7 @@ def check_checkpoint(directory: Path) -> None:
         raise UserError(f"{directory} is a file of a checkpoint; name its directory, {directory.parent}")
     file = directory / "config.json"
     # From the most to the least certain: no checkpoint, a checkpoint of our training, one of another method.
-    config = config_in(file, "quantization_config") if file.is_file() else None
+    config = open_checkpoint.config_in(file, "quantization_config") if file.is_file() else None
     if config is None:
         if parts := [str(file.parent) for file in sorted(directory.glob(f"*/{PLAN_FILE}"))]:
             raise UserError(
@@ -127,8 +118,10 @@ def check_checkpoint(directory: Path) -> None:
 
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
     """Returns the table about quantization, or None, in each config file that a checkpoint has, by file name."""
-    files = {name: directory / name for name in CONFIG_TABLES if (directory / name).is_file()}
-    tables = {name: config_in(file, CONFIG_TABLES[name]) for name, file in files.items()}
+    files = {name: directory / name for name in open_checkpoint.CONFIG_TABLES if (directory / name).is_file()}
+    tables = {
+        name: open_checkpoint.config_in(file, open_checkpoint.CONFIG_TABLES[name]) for name, file in files.items()
+    }
     return tables if any(tables.values()) else dict.fromkeys(tables)
 
 
@@ -140,7 +133,7 @@ def describe(directory: str | Path) -> tuple[Plan, dict[str, Any] | None]:
     directory = find_checkpoint(directory)
     if not (directory / PLAN_FILE).is_file():
         check_checkpoint(directory)
-        return Checkpoint(directory, outline(directory)).plan, None
+        return open_checkpoint.Checkpoint(directory, open_checkpoint.outline(directory)).plan, None
     return Plan.load(directory / PLAN_FILE), saved_report(directory)
 
 

@@ -62,7 +62,7 @@ from quant.recipes.callers_model import refuse_adapters, unwrapped
 from quant.recipes.plan import PLAN_FILE, Plan
 from quant.recipes.plan_check import coverage_warnings, fusion_warnings
 
-# Fields about the form of a config; of its quantization there is a new one.
+# Fields that say how a config was written, or how the source was quantized; they are not carried over as changes.
 _FORM = {"_name_or_path", "architectures", "compression_config", "quantization_config", "transformers_version"}
 
 
@@ -76,7 +76,7 @@ def write_config(
 ) -> None:
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
-    Without `source` in transformers' form.
+    It has the form of the file in `source`; without one, the form of transformers.
     """
     # A class with Python files of its own knows the auto class that it stands for; the files go along.
     if getattr(model, "_auto_class", None) is not None:
@@ -353,11 +353,11 @@ def _is_of_source(saved: Any, source: Path | None) -> bool:
         for number, each in enumerate((saved, original)):
             _write_object(each, Path(folder) / str(number))
             files = sorted((Path(folder) / str(number)).iterdir())
-            contents.append({file.name: _plain(file) for file in files})
+            contents.append({file.name: _comparable(file) for file in files})
         return contents[0] == contents[1]
 
 
-def _plain(file: Path) -> Any:
+def _comparable(file: Path) -> Any:
     """Returns the content of a file, without the fields that say how it was read."""
     if file.name not in ("tokenizer_config.json", "generation_config.json"):
         return file.read_bytes()

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from quant.base.errors import UserError, option
 from quant.base.json_files import JsonData, read_json, text_as_in_source, typed
 from quant.evaluation.evaluation import Fingerprint, fingerprint_problem
+from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
 from quant.export.checkpoint.convert import CARD, SOURCE_CARD
 from quant.export.checkpoint.files.layouts import plan_problems
@@ -41,14 +42,6 @@ from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.files.tensors import TensorFiles, layer_tensor_names, read_layer, read_parts, weight_files
 from quant.export.checkpoint.load import check_checkpoint, load, quantization_configs
-from quant.export.checkpoint.open_checkpoint import (
-    Checkpoint,
-    dtype_problems,
-    flag_problems,
-    kv_scale_problems,
-    outline,
-    suspect_problems,
-)
 from quant.export.checkpoint.runtime_check import RuntimeCheck, check_runtime
 from quant.generate.quantized_attention import quantized_attention
 from quant.models.files import companion_files, find_checkpoint, find_model, read_fields
@@ -171,10 +164,10 @@ class _Subject:
         return REPORT_FILE, self.report["files"]
 
     @cached_property
-    def opened(self) -> Checkpoint:
+    def opened(self) -> open_checkpoint.Checkpoint:
         if self.is_bare:
-            return Checkpoint(self.directory, _skeleton(self.directory))
-        return Checkpoint(self.directory, self.module or outline(self.directory))
+            return open_checkpoint.Checkpoint(self.directory, _skeleton(self.directory))
+        return open_checkpoint.Checkpoint(self.directory, self.module or open_checkpoint.outline(self.directory))
 
     @property
     def is_bare(self) -> bool:
@@ -276,11 +269,11 @@ def _tensors(subject: _Subject, failed: bool) -> Iterator[str]:
             # The one scale of the whole matrix: runtimes that merge q, k and v keep a single one.
             shared = weight.scale if weight.format.per_tensor else weight.global_scale
             subject.scales[layer.name] = {"weight": shared, "input": input_scale}
-    yield from kv_scale_problems(opened.tensors)
+    yield from open_checkpoint.kv_scale_problems(opened.tensors)
     unquantized = {name: opened.tensors[name] for name in opened.tensors if name not in owned}
-    yield from dtype_problems(opened.model, unquantized, opened.tensors)
-    yield from flag_problems(opened, subject.plan)
-    yield from suspect_problems(opened.model, opened.tensors)
+    yield from open_checkpoint.dtype_problems(opened.model, unquantized, opened.tensors)
+    yield from open_checkpoint.flag_problems(opened, subject.plan)
+    yield from open_checkpoint.suspect_problems(opened.model, opened.tensors)
 
 
 def _groups(subject: _Subject, failed: bool) -> Iterator[str]:
@@ -398,7 +391,7 @@ class _Pair:
 
     @cached_property
     def model(self) -> nn.Module:
-        return self.module or outline(self.directory)
+        return self.module or open_checkpoint.outline(self.directory)
 
     @cached_property
     def names(self) -> StoredNames:

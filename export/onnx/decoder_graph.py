@@ -65,7 +65,7 @@ def check_attends(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         masks.append((torch.ones(2, 1, q_length, kv_length, dtype=torch.bool), mask_function is causal_mask_function))
         return masks[-1][0]
 
-    def attend(
+    def watch(
         module: nn.Module, query: Tensor, key: Any, value: Any, attention_mask: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
         attentions.append(modules.get(module, ""))
@@ -79,7 +79,7 @@ def check_attends(model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         without_cache(model_configs(model)),
         stateless_rope(model),
         implementations_kept(model) as configs,
-        names_registered({_NAME: attend}, {_NAME: mask}),
+        names_registered({_NAME: watch}, {_NAME: mask}),
         FakeTensorMode(allow_non_fake_inputs=True),
         torch.no_grad(),
     ):

@@ -46,6 +46,7 @@ from quant.export.onnx.trace import MODEL_PREFIX, trace
 from quant.export.onnx.translate import translate
 from quant.formats.format import FORMATS, Format
 from quant.kernels.attention.attention_operands import DIMS
+from quant.recipes.blocks import removing
 
 CAPACITY_KEY = "blockscale.capacity"
 """Key in the file's metadata; its value is the capacity of the cache."""
@@ -402,11 +403,8 @@ def last_token_only(model: Any, last: Tensor) -> Iterator[None]:
         rows = torch.arange(hidden.shape[0], device=last.device) * hidden.shape[1] + last
         return (hidden.flatten(0, 1).index_select(0, rows)[:, None],)
 
-    hook = model.get_output_embeddings().register_forward_pre_hook(chosen)
-    try:
+    with removing([model.get_output_embeddings().register_forward_pre_hook(chosen)]):
         yield
-    finally:
-        hook.remove()
 
 
 def new_name(past: str) -> str:

@@ -9,7 +9,6 @@ check` loads the checkpoint, runs the same ids and compares the logits.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
@@ -22,7 +21,7 @@ from quant.base.json_files import JsonData
 from quant.calibration.outputs.logits import Logits, logits_of, run_probe
 from quant.calibration.ranks import gathered
 from quant.calibration.session import device_of
-from quant.recipes.blocks import output_of
+from quant.recipes.blocks import output_of, removing
 
 Decode = Callable[[Sequence[int]], str]
 """A function from token ids to text."""
@@ -150,9 +149,7 @@ def _outputs(model: nn.Module, row: Tensor, names: Iterable[str]) -> dict[str, T
 
         return hook
 
-    with ExitStack() as stack:
-        for name in names:
-            stack.callback(model.get_submodule(name).register_forward_hook(keep(name)).remove)
+    with removing(model.get_submodule(name).register_forward_hook(keep(name)) for name in names):
         model(row[None].to(device_of(model)))
     return outputs
 

@@ -96,7 +96,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     needed = [name for name in names if name not in plans or lacks_data(plans[name])]
     make = partial(_image, pipe, options, request.seed)
     count = len(prompts.held_out) + len(prompts.used) * bool(needed)
-    with listener.step(f"denoising {counted(count, 'prompt')}"), _on(pipe, device):
+    with listener.step(f"denoising {counted(count, 'prompt')}"), _running_on(pipe, device):
         data = _calls(pipe, needed, prompts.used, make)
         held_out, images = _held_out(pipe, names, prompts, make)
     sensitivity: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
             outcome = run(component, listener)
             assert outcome.report is not None
             plans[name], reports[name], tables[name] = outcome.plan, outcome.report, measured.table
-        with _on(pipe, device), listener.step(f"denoising {counted(len(images), 'prompt')} again"):
+        with _running_on(pipe, device), listener.step(f"denoising {counted(len(images), 'prompt')} again"):
             again = [make(*held, output_type="np") for held in prompts.held_out]
         denoising = {
             "prompts": {
@@ -255,7 +255,7 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _on(pipe: Any, device: torch.device | None) -> Any:
+def _running_on(pipe: Any, device: torch.device | None) -> Any:
     """Runs a pipeline on a device while open: on a GPU with all of it where solving has room beside it, where it stays.
 
     Elsewhere one component after the other is moved there for each image.

@@ -51,23 +51,12 @@ from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.recipes.plan_check import check_plan_fits
 from quant.recipes.plan_make import grouped_layers, make_plan
 from quant.recipes.recipe import Recipe
+from quant.training import qat_layers
 from quant.training.low_precision.conversion import plan_of_recipes, to_plain_layers
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
 from quant.training.low_precision.state import deployed_input, input_scale, packed_weight
-from quant.training.qat_layers import (
-    PLAN,
-    SCALES,
-    Fusion,
-    Packed,
-    QATConv,
-    QATEmbedding,
-    QATExperts,
-    QATLinear,
-    RoundedWeight,
-    put_layer,
-)
 
 _WITHIN = 0.95  # of half a cell: starts keep from its ends, so that rounding errors cannot carry them over
 _UNRELATED = 0.35  # relative distance of weights that are not of one another; 4-bit rounding makes 0.08 to 0.2
@@ -130,18 +119,18 @@ def prepare_qat(
             holds some that it no longer has, lacks learned scales, or has state in the dtype that weights had.
     """
     model = callers_model.unwrapped(model, "prepare_qat")
-    if scales is not None and scales not in SCALES:
-        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, SCALES)}")
+    if scales is not None and scales not in qat_layers.SCALES:
+        raise UserError(f"scales={scales!r}: unknown; {known_names(scales, qat_layers.SCALES)}")
     if isinstance(track_inputs, bool) or not isinstance(track_inputs, int) or track_inputs < 0:
         raise UserError(f"track_inputs={track_inputs!r}: give a number of forward passes, such as 100, or 0 for none")
     watch = GradientWatch(on_nonfinite)
-    if any(isinstance(module, RoundedWeight) for module in model.modules()):
+    if any(isinstance(module, qat_layers.RoundedWeight) for module in model.modules()):
         raise UserError("the model is prepared for QAT already; train it, or pack it with quant.pack(model)")
     # Before weights become float32: `pack` packs for a checkpoint in this dtype, to which float scales are rounded.
     stored = stored_dtype(model)
     # For `_check_optimizers`. Each value holds its parameter, because the id of a freed object may be given out again.
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
-    was_quantized = any(isinstance(module, Packed) for module in model.modules())
+    was_quantized = any(isinstance(module, qat_layers.Packed) for module in model.modules())
     if was_quantized:
         callers_model.refuse_adapters(model, "prepare_qat", callers_model.ADAPTERS_AFTER)
         plan = _plan_of_quantized(model, plan)
@@ -182,9 +171,9 @@ def prepare_qat(
         raise UserError(f"{error}. The model is quantized by now: call prepare_qat(model, scales=…) again") from None
     # A model in training saves float32 weights, and not codes; a Trainer refuses models that are marked as quantized.
     detach(model)
-    setattr(model, PLAN, plan)
+    setattr(model, qat_layers.PLAN, plan)
     for module in model.modules():
-        if isinstance(module, RoundedWeight):
+        if isinstance(module, qat_layers.RoundedWeight):
             module.inputs.follows = track_inputs
     watch.start(model)
     _check_optimizers(model, before, was_quantized=was_quantized)
@@ -199,7 +188,7 @@ def _plan_of_quantized(model: nn.Module, plan: Plan | Recipe | str | None) -> Pl
         raise UserError(
             "the model is quantized already, and a recipe is given: leave it out, or start from the original model"
         )
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, qat_layers.Packed)}
     if away := next((n for n, module in packed.items() if any(t.is_meta for t in module.buffers(recurse=False))), None):
         raise UserError(
             f"{away}: its weight is offloaded, and training needs it in memory; load the model without offloading"
@@ -258,7 +247,7 @@ def _check_optimizers(
     learned = {
         id(module.weight): id(module.range_shift)
         for module in model.modules()
-        if isinstance(module, RoundedWeight) and module.range_shift is not None
+        if isinstance(module, qat_layers.RoundedWeight) and module.range_shift is not None
     }
     for each in callers_model.optimizers_of(before.keys()):
         parameters = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
@@ -397,7 +386,7 @@ def install_training_layers(
     """
     refuse_residual(model, "training")
     parameters = {id(parameter) for parameter in model.parameters()}
-    installed: dict[str, RoundedWeight] = {}
+    installed: dict[str, qat_layers.RoundedWeight] = {}
     for layer in plan.quantized:
         packed: Any = model.get_submodule(layer.name)
         original = start.weights.get(layer.name)
@@ -419,7 +408,7 @@ def install_training_layers(
     for group in groups_by_input(plan.quantized):
         # Fused layers share one global scale, or their only scale.
         members = [installed[member.name] for member in group]
-        fusion = Fusion(members)
+        fusion = qat_layers.Fusion(members)
         for member in members:
             member.fusion = fusion
             if member is not members[0] and member.weight_format.per_tensor:
@@ -429,7 +418,7 @@ def install_training_layers(
         _check_start(layer, model.get_submodule(layer.name), installed[layer.name])
     # All checks come first: where a layer is refused, none has been replaced.
     for name, module in installed.items():
-        put_layer(model, name, module)
+        qat_layers.put_layer(model, name, module)
 
 
 def _initial_values(layer: LayerPlan, packed: Any, start: Start, scales: str, dtype: torch.dtype) -> Tensor:
@@ -458,19 +447,21 @@ def _matrix(layer: LayerPlan, packed: Any, parameter: Tensor) -> Tensor:
 
 def _in_training(
     packed: Any, weight: nn.Parameter, bias: nn.Parameter | None, scales: str, stored: torch.dtype
-) -> RoundedWeight:
+) -> qat_layers.RoundedWeight:
     if isinstance(packed, QuantExperts):
-        return QATExperts(weight, packed, scales, stored)
+        return qat_layers.QATExperts(weight, packed, scales, stored)
     if isinstance(packed, QuantEmbedding):
-        return QATEmbedding(weight, packed, scales, stored)
+        return qat_layers.QATEmbedding(weight, packed, scales, stored)
     if packed.bias is not None and bias is not None:
         bias.data = packed.bias.data
     elif packed.bias is not None:
         bias = nn.Parameter(packed.bias.detach())
-    return (QATConv if isinstance(packed, QuantConv) else QATLinear)(weight, packed, bias, scales, stored)
+    return (qat_layers.QATConv if isinstance(packed, QuantConv) else qat_layers.QATLinear)(
+        weight, packed, bias, scales, stored
+    )
 
 
-def _check_start(layer: LayerPlan, packed: Any, module: RoundedWeight) -> None:
+def _check_start(layer: LayerPlan, packed: Any, module: qat_layers.RoundedWeight) -> None:
     if torch.equal(module.packed_weight().dequantize(), packed.quantized_weight.dequantize()):
         return
     element = packed.weight_format.element
@@ -510,9 +501,9 @@ def pack(model: nn.Module) -> Plan:
             finite, adapters are on layers, or no step has recorded the inputs of a layer that needs a static scale.
     """
     model = unwrapped(model, "pack")
-    rounded = {name: module for name, module in model.named_modules() if isinstance(module, RoundedWeight)}
+    rounded = {name: module for name, module in model.named_modules() if isinstance(module, qat_layers.RoundedWeight)}
     layers = trained_layers(model)
-    if rounded and hasattr(model, PLAN):
+    if rounded and hasattr(model, qat_layers.PLAN):
         plan = _pack_rounded(model, rounded)
     elif layers:
         plan = _pack_low_precision(model, layers)
@@ -535,7 +526,7 @@ def pack(model: nn.Module) -> Plan:
     return plan
 
 
-def _pack_rounded(model: nn.Module, layers: Mapping[str, RoundedWeight]) -> Plan:
+def _pack_rounded(model: nn.Module, layers: Mapping[str, qat_layers.RoundedWeight]) -> Plan:
     """Packs the layers of `prepare_qat`; returns the plan that they were prepared by."""
     for name, module in layers.items():
         _refuse_partial(name, module.weight, "it into a model prepared in the same way, and pack that")
@@ -546,14 +537,14 @@ def _pack_rounded(model: nn.Module, layers: Mapping[str, RoundedWeight]) -> Plan
     # All of them before any is installed: scales that are shared depend on the others' weights.
     packed = {name: module.packed() for name, module in layers.items()}  # type: ignore[operator]
     for name, new in packed.items():
-        put_layer(model, name, new)
-    plan: Plan = getattr(model, PLAN)
-    delattr(model, PLAN)
+        qat_layers.put_layer(model, name, new)
+    plan: Plan = getattr(model, qat_layers.PLAN)
+    delattr(model, qat_layers.PLAN)
     GradientWatch.end(model)
     return plan
 
 
-def _warn_of_clipped_inputs(layers: Mapping[str, RoundedWeight]) -> None:
+def _warn_of_clipped_inputs(layers: Mapping[str, qat_layers.RoundedWeight]) -> None:
     """Warns of layers whose inputs left the range of their static input scale while they trained."""
     clipped = sorted(((module.inputs.share, name) for name, module in layers.items()), reverse=True)
     many = [name for share, name in clipped if share > _MANY]
