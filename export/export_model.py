@@ -292,15 +292,9 @@ def _parsed_input(name: str, value: str | Tensor) -> GraphInput:
 
 
 def _check_request(
-    kind: str,
-    directory: Path | None,
-    out: Path,
-    overwrite: bool,
-    packages: Sequence[str],
-    target: str | None,
-    backend: str | None,
-    features: Sequence[str],
-) -> None:
+    kind: str, directory: Path | None, out: Path, overwrite: bool, packages: Sequence[str], target: str | None,
+    backend: str | None, features: Sequence[str],
+) -> None:  # fmt: skip
     """Refuses a request that cannot succeed, before a model is loaded.
 
     Raises UserError for a package that is missing, among `packages` or those of the kind, or an engine without a

@@ -329,15 +329,9 @@ def allocate(
 
 
 def make_loop(
-    model: nn.Module,
-    space: Space,
-    rows: Tensor,
-    held_out: HeldOut | None,
-    goal: Goal,
-    counts: Counts,
-    options: Options,
-    session: Session,
-) -> tuple[Loop, Scoring, float]:
+    model: nn.Module, space: Space, rows: Tensor, held_out: HeldOut | None, goal: Goal, counts: Counts,
+    options: Options, session: Session,
+) -> tuple[Loop, Scoring, float]:  # fmt: skip
     """Scores each group in each format; returns the loop that measures choices, the scoring, and its seconds."""
     # With too few rows, the later uses take the rows of the scores again.
     scored, remaining = rows[: counts.score_rows], rows[counts.score_rows :]

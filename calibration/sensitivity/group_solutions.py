@@ -60,15 +60,9 @@ class GroupSolution:
 
 
 def solve_each_group(
-    model: nn.Module,
-    groups: Mapping[str, Sequence[LayerPlan]],
-    allowed: Mapping[str, Sequence[Candidate]],
-    rows: Tensor,
-    solver: str,
-    stored: torch.dtype,
-    session: Session,
-    home: torch.device | None = None,
-) -> dict[Key, GroupSolution]:
+    model: nn.Module, groups: Mapping[str, Sequence[LayerPlan]], allowed: Mapping[str, Sequence[Candidate]],
+    rows: Tensor, solver: str, stored: torch.dtype, session: Session, home: torch.device | None = None,
+) -> dict[Key, GroupSolution]:  # fmt: skip
     """Solves every group in every format that is allowed for it; without a solver from data, only with branches.
 
     Fused experts, formats that the solver's rounding does not know, and groups that no token reaches are left out.
@@ -189,15 +183,9 @@ class _Work:
     """One group in one format: its input scale, and the second moment of the scaled and rounded input."""
 
     def __init__(
-        self,
-        candidate: Candidate,
-        weights: Mapping[str, Tensor],
-        solver: str,
-        stored: torch.dtype,
-        device: torch.device,
-        inputs: _Inputs,
-        group: str,
-    ) -> None:
+        self, candidate: Candidate, weights: Mapping[str, Tensor], solver: str, stored: torch.dtype,
+        device: torch.device, inputs: _Inputs, group: str,
+    ) -> None:  # fmt: skip
         self.candidate, self.weights, self.stored, self.device = candidate, weights, stored, device
         self.pipeline = get_pipeline(with_branch(solver, candidate.rank) if candidate.rank else solver)
         self.divisor = self.input_scale = None

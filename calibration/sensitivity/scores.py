@@ -325,16 +325,9 @@ class Scoring:
 
 
 def score_groups(
-    model: nn.Module,
-    groups: Mapping[str, Sequence[LayerPlan]],
-    allowed: Allowed,
-    rows: Tensor,
-    scoring: Scoring,
-    session: Session,
-    *,
-    amax: Mapping[str, Tensor] | None = None,
-    path: Path | None = None,
-) -> Sensitivity:
+    model: nn.Module, groups: Mapping[str, Sequence[LayerPlan]], allowed: Allowed, rows: Tensor, scoring: Scoring,
+    session: Session, *, amax: Mapping[str, Tensor] | None = None, path: Path | None = None,
+) -> Sensitivity:  # fmt: skip
     """Scores every group in every format that is allowed for it, on the ranges `amax` of inputs, or measured on `rows`.
 
     The file at `path`, if given, holds the table: it is read if it was made from the same model, text and settings, and

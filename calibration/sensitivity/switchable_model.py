@@ -382,17 +382,11 @@ class SwitchableModel:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        groups: Mapping[str, Sequence[LayerPlan]],
-        candidates: Mapping[str, Candidate],
-        amax: Mapping[str, Tensor],
-        solver: str = "rtn",
-        stored: torch.dtype | None = None,
-        solutions: Mapping[Key, GroupSolution] | None = None,
-        session: Session | None = None,
+        self, model: nn.Module, groups: Mapping[str, Sequence[LayerPlan]], candidates: Mapping[str, Candidate],
+        amax: Mapping[str, Tensor], solver: str = "rtn", stored: torch.dtype | None = None,
+        solutions: Mapping[Key, GroupSolution] | None = None, session: Session | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.groups, self.session, self.dtype = model, groups, session or Session(), dtype
         self.formats = FormatChoice(
             groups, {**candidates, KEPT.name: KEPT}, amax, solver, stored, solutions or {}, self.session.device, dtype

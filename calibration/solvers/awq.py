@@ -92,15 +92,10 @@ def _log(x: Tensor) -> Tensor:
 
 
 def search_scale(
-    weight: Tensor,
-    inputs: Tensor,
-    magnitude: Tensor,
-    round_weight: Callable[[Tensor], Tensor],
-    round_input: Callable[[Tensor], Tensor] | None,
-    owner: Tensor | None = None,
-    rank: int = 0,
+    weight: Tensor, inputs: Tensor, magnitude: Tensor, round_weight: Callable[[Tensor], Tensor],
+    round_input: Callable[[Tensor], Tensor] | None, owner: Tensor | None = None, rank: int = 0,
     pairs: Sequence[tuple[float, float]] = _OF_INPUTS,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns the scale `[in]` that AWQ's search finds for a stacked weight `[out, in]` and a sample `[tokens, in]`.
 
     `pairs` are powers of the inputs' mean magnitude `[in]` and of the weight's that are tried, see `channel_scale`.

@@ -319,18 +319,10 @@ class Rounding:
     """
 
     def __init__(
-        self,
-        target: Tensor,
-        factor: Factor,
-        format: Format,
-        global_scale: Tensor | None,
-        shortlist: int,
-        step: Tensor | None = None,
-        parts: Sequence[slice] = WHOLE,
-        kernel: _SolveWindow | None = None,
-        sweeps: int = 1,
+        self, target: Tensor, factor: Factor, format: Format, global_scale: Tensor | None, shortlist: int,
+        step: Tensor | None = None, parts: Sequence[slice] = WHOLE, kernel: _SolveWindow | None = None, sweeps: int = 1,
         supers: Superblocks | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.sweeps = sweeps
         self.target, self.factor, self.format, self.shortlist, self.step = target, factor, format, shortlist, step
         self.second = target.new_ones(()) if global_scale is None else global_scale

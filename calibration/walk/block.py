@@ -40,15 +40,9 @@ class Block:
     """One block from original to quantized."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        copies: DeviceCopies,
-        groups: list[Group],
-        experts: list[FusedExperts],
-        calls: BlockCalls,
-        settings: Settings,
-        stored: torch.dtype,
-    ) -> None:
+        self, module: nn.Module, copies: DeviceCopies, groups: list[Group], experts: list[FusedExperts],
+        calls: BlockCalls, settings: Settings, stored: torch.dtype,
+    ) -> None:  # fmt: skip
         self.module, self.copies, self.groups, self.experts = module, copies, groups, experts
         self.calls, self.batch, self.settings, self.stored = calls, calls.batch, settings, stored
         # Fused experts may still be in their files, on the meta device.

@@ -228,16 +228,9 @@ class FusedExperts:
     """
 
     def __init__(
-        self,
-        block: nn.Module,
-        path: str,
-        members: Sequence[LayerPlan],
-        batch: CurrentBatch,
-        input_scales: Mapping[str, Tensor],
-        scratch: Scratch,
-        stored: torch.dtype,
-        outputs: OutputMoments | None = None,
-    ) -> None:
+        self, block: nn.Module, path: str, members: Sequence[LayerPlan], batch: CurrentBatch,
+        input_scales: Mapping[str, Tensor], scratch: Scratch, stored: torch.dtype, outputs: OutputMoments | None = None,
+    ) -> None:  # fmt: skip
         self.module, self.members, self.batch = block.get_submodule(path), members, batch
         self.path = path
         self.device = next(p.device for p in block.parameters() if not p.is_meta)

@@ -480,16 +480,9 @@ class ModelWalk:
 
 
 def solve_sequentially(
-    model: nn.Module,
-    plan: Plan,
-    rows: Tensor,
-    *,
-    apply: Apply,
-    session: Session | None = None,
-    settings: Settings | None = None,
-    input_scales: Mapping[str, Tensor] | None = None,
-    store: BlockStore | None = None,
-) -> None:
+    model: nn.Module, plan: Plan, rows: Tensor, *, apply: Apply, session: Session | None = None,
+    settings: Settings | None = None, input_scales: Mapping[str, Tensor] | None = None, store: BlockStore | None = None,
+) -> None:  # fmt: skip
     """Solves every planned linear layer and every fused-expert projection of `model`, block by block, on its device.
 
     `apply` puts a solved layer in place of the original; it is called when the block is finished, with the original

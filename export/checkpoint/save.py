@@ -235,16 +235,9 @@ def save(
 
 
 def write_model(
-    model: nn.Module,
-    plan: Plan,
-    destination: Destination,
-    names: StoredNames,
-    *,
-    tokenizer: Any = None,
-    allow_missing: bool = False,
-    finish: Finish | None = None,
-    state: Mapping[str, Tensor] | None = None,
-) -> dict[str, str]:
+    model: nn.Module, plan: Plan, destination: Destination, names: StoredNames, *, tokenizer: Any = None,
+    allow_missing: bool = False, finish: Finish | None = None, state: Mapping[str, Tensor] | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Saves as `save`, for a plan that `check_plan` has passed.
 
     `state` has the tensors that are not quantized, by the model's names; None takes them from the model.

@@ -88,17 +88,9 @@ def plain_attention(
 
 
 def _attention(
-    q: Any,
-    k: Any,
-    v: Any,
-    mask: Any,
-    scale: float,
-    causal: bool,
-    scales: Sequence[float],
-    kind: str,
-    *,
+    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str, *,
     runtime: str = "tensorrt",
-) -> Any:
+) -> Any:  # fmt: skip
     op = opset()
     # TensorRT has fused kernels in half precision, and with a mask for four heads or more.
     if not scales and runtime == "tensorrt" and (int(q.dtype) == FLOAT or (mask is not None and q.shape[1] < 4)):
@@ -172,15 +164,9 @@ def scatter(cache: Tensor, x: Tensor, index: Tensor) -> Tensor:
 
 def _cache_translation(format: str) -> Callable[..., Any]:
     def translate(
-        q: Any,
-        k: Any,
-        v: Any,
-        caches: Sequence[Any],
-        k_scale: Sequence[float],
-        v_scale: Sequence[float],
-        lengths: Any,
+        q: Any, k: Any, v: Any, caches: Sequence[Any], k_scale: Sequence[float], v_scale: Sequence[float], lengths: Any,
         scale: float,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         op = opset()
         past = op.Cast(lengths, to=INT32)
         after = op.Add(past, op.Cast(op.Shape(q, start=2, end=3), to=INT32))
@@ -202,15 +188,9 @@ def _cache_translation(format: str) -> Callable[..., Any]:
 
 def _cache_body(format: Format) -> Callable[..., tuple[Tensor, ...]]:
     def attend_to_cache(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        caches: list[Tensor],
-        k_scale: list[float],
-        v_scale: list[float],
-        lengths: Tensor,
-        scale: float,
-    ) -> tuple[Tensor, ...]:
+        q: Tensor, k: Tensor, v: Tensor, caches: list[Tensor], k_scale: list[float], v_scale: list[float],
+        lengths: Tensor, scale: float,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Computes the node in PyTorch, by the oracle of our paged cache: each sequence is one page."""
         new = [cache.clone() for cache in caches]
         scales = [torch.tensor(values, dtype=torch.float32) for values in (k_scale, v_scale)]

@@ -121,19 +121,10 @@ class Attention:
     refused: tuple[str, ...] = ("softcap", "s_aux")  # options of attention functions that the graph cannot hold
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        sliding_window: int | None = None,
-        position_bias: Tensor | None = None,
-        **options: Any,
-    ) -> tuple[Tensor, None]:
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
+        scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+        position_bias: Tensor | None = None, **options: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attends, under the signature of transformers' attention functions."""
         name = self.names[module]
         present = {**options, "position_bias": position_bias}

@@ -133,16 +133,9 @@ torch.library.register_fake("quant::onnx_experts", lambda x, *_: torch.empty_lik
 
 
 def translated(
-    x: Any,
-    index: Any,
-    weight: Any,
-    up: Any,
-    up_scale: Any,
-    down: Any,
-    down_scale: Any,
-    up_format: str,
+    x: Any, index: Any, weight: Any, up: Any, up_scale: Any, down: Any, down_scale: Any, up_format: str,
     down_format: str,
-) -> Any:
+) -> Any:  # fmt: skip
     """Returns the op as a node that `onnxruntime_graph` replaces."""
     operands = x, index, weight, up, up_scale, down, down_scale
     return opset(PLUGIN_DOMAIN).Experts(*operands, up_format=up_format, down_format=down_format)

@@ -134,16 +134,10 @@ def round_head(model: nn.Module, name: str) -> float:
 
 
 def _checked_scales(
-    model: nn.Module,
-    inputs: Mapping[str, decoder_graph.GraphInput] | None,
-    attention: str,
-    attention_scales: Mapping[str, AttentionScales] | None,
-    capacity: int,
-    genai: bool,
-    kv_cache: Format | None,
-    plan: Plan | None,
-    runtime: str,
-) -> Mapping[str, Sequence[float]]:
+    model: nn.Module, inputs: Mapping[str, decoder_graph.GraphInput] | None, attention: str,
+    attention_scales: Mapping[str, AttentionScales] | None, capacity: int, genai: bool, kv_cache: Format | None,
+    plan: Plan | None, runtime: str,
+) -> Mapping[str, Sequence[float]]:  # fmt: skip
     """Returns FP8 scales of attention's operands, as the plan requires them; ValueError for what cannot be exported."""
     limits.check_model(model, runtime)
     scales: Mapping[str, Sequence[float]] = {}

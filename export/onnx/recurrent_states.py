@@ -96,19 +96,10 @@ class HybridCache(GroupedAttention):
         return y if activation is None else ACT2FN[activation](y)
 
     def mamba2_chunk_scan(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        chunk_size: int,
-        D: Tensor | None = None,
-        dt_bias: Tensor | None = None,
-        dt_softplus: bool = False,
-        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        self, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, chunk_size: int, D: Tensor | None = None,
+        dt_bias: Tensor | None = None, dt_softplus: bool = False, dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_: Any,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Returns y, like `x` `[batch, tokens, heads, dim]`; dt `[batch, tokens, heads]`, B, C `[…, groups, n]`."""
         heads, groups = x.shape[2], B.shape[2]
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
@@ -128,15 +119,9 @@ class HybridCache(GroupedAttention):
         return y if D is None else y + D[:, None] * x
 
     def torch_chunk_gated_delta_rule(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        use_qk_l2norm_in_kernel: bool = False,
+        self, query: Tensor, key: Tensor, value: Tensor, g: Tensor, beta: Tensor, use_qk_l2norm_in_kernel: bool = False,
         **_: Any,
-    ) -> tuple[Tensor, None]:
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Returns y, like `value` `[batch, tokens, heads, dim]`, and no state; g and beta `[batch, tokens, heads]`."""
         dtype, heads, real = value.dtype, value.shape[2], self._real(value)[..., None]
         q, k = (x.float().repeat_interleave(heads // x.shape[2], 2) for x in (query, key))

@@ -81,15 +81,9 @@ class ConvCall(NamedTuple):
 
 def _linear(packed: dict[Any, int]) -> Callable[..., Any]:
     def translate(
-        x: Any,
-        codes: Any,
-        scale: Any,
-        global_scale: Any,
-        bias: Any,
-        input_scale: Any,
-        weight_format: str,
+        x: Any, codes: Any, scale: Any, global_scale: Any, bias: Any, input_scale: Any, weight_format: str,
         activation: str,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         op, dtype, format = opset(), x.dtype, WEIGHT_FORMATS[weight_format]
         if format.element not in (E4M3, E2M1, INT4, INT8) or (format.element is E2M1 and format.scale is E8M0):
             raise ValueError(f"a linear in {format} has no ONNX translation")

@@ -171,19 +171,10 @@ class PagedKVCache:
     """
 
     def __init__(
-        self,
-        layers: int,
-        kv_heads: int,
-        dim: int,
-        *,
-        format: Format | None = None,
-        pages: int = 64,
-        page_size: int = 64,
-        k_scale: Tensor | None = None,
-        v_scale: Tensor | None = None,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device | str = "cpu",
-    ) -> None:
+        self, layers: int, kv_heads: int, dim: int, *, format: Format | None = None, pages: int = 64,
+        page_size: int = 64, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
+    ) -> None:  # fmt: skip
         check_kv_format(format, dim)
         if page_size not in PAGE_SIZES:
             raise ValueError(f"KV cache: pages of {page_size} tokens; known: {', '.join(map(str, PAGE_SIZES))}")

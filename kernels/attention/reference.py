@@ -65,16 +65,9 @@ def reference(
 
 
 def fp8_attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Tensor,
-    *,
-    causal: bool = False,
-    softmax_scale: float | None = None,
-    dtype: torch.dtype = torch.bfloat16,
-    whole: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scales: Tensor, *, causal: bool = False, softmax_scale: float | None = None,
+    dtype: torch.dtype = torch.bfloat16, whole: bool = False,
+) -> Tensor:  # fmt: skip
     """Returns `quant.kernels.attention.forward.fp8_attention` in plain PyTorch, for the same arguments."""
     # `whole` takes all queries at once, as a graph of dynamic size needs it; otherwise memory is bounded.
     options = AttentionOptions(causal=causal, softmax_scale=softmax_scale)

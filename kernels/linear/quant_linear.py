@@ -278,18 +278,11 @@ class QuantLinear(QuantizedModule):
     channels: Tensor | None
 
     def __init__(
-        self,
-        weight: BlockScaledTensor,
-        bias: Tensor | None = None,
-        activation: Format | None = None,
-        input_scale: Tensor | None = None,
-        *,
-        pre_scale: Tensor | None = None,
-        hadamard: int = 0,
-        lowrank: tuple[Tensor, Tensor] | None = None,
-        channels: Tensor | None = None,
+        self, weight: BlockScaledTensor, bias: Tensor | None = None, activation: Format | None = None,
+        input_scale: Tensor | None = None, *, pre_scale: Tensor | None = None, hadamard: int = 0,
+        lowrank: tuple[Tensor, Tensor] | None = None, channels: Tensor | None = None,
         dtype: torch.dtype = torch.float32,
-    ) -> None:
+    ) -> None:  # fmt: skip
         given = RunTimeParts(pre_scale, hadamard, lowrank, channels)
         given.check("QuantLinear", weight.shape)
         # Parts are buffers of their own, so that `.to` moves and casts them with the module.

@@ -236,16 +236,9 @@ _DTYPES = {torch.float32: gl.float32, torch.bfloat16: gl.bfloat16, torch.float16
 
 
 def sm90_fp8_block_operands(
-    x: Tensor,
-    rule: str,
-    *,
-    square: bool = False,
-    rows: bool = True,
-    columns: bool = True,
-    up: Tensor | None = None,
-    norm: RMSNorm | None = None,
-    out: Operands | None = None,
-) -> Operands:
+    x: Tensor, rule: str, *, square: bool = False, rows: bool = True, columns: bool = True, up: Tensor | None = None,
+    norm: RMSNorm | None = None, out: Operands | None = None,
+) -> Operands:  # fmt: skip
     """Returns `x` `[R, C]` in FP8 blocks for sums over its columns (`rows`), its rows (`columns`), or both."""
     # `square` takes one scale for 128×128 instead of 1×128. With `up` the matrix is silu(x) · up, with `norm`
     # RMSNorm(x). `out` has the tensors to write; None allocates them.

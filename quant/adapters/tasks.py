@@ -37,16 +37,10 @@ class TaskScore:
 
 
 def evaluate_tasks(
-    model: str | Path | nn.Module,
-    tasks: str | Sequence[str],
-    tokenizer: Any = None,
-    *,
-    task_path: str | Path | None = None,
-    shots: int | None = None,
-    limit: int | None = None,
-    batch_size: int = 1,
+    model: str | Path | nn.Module, tasks: str | Sequence[str], tokenizer: Any = None, *,
+    task_path: str | Path | None = None, shots: int | None = None, limit: int | None = None, batch_size: int = 1,
     device: str | None = None,
-) -> list[TaskScore]:
+) -> list[TaskScore]:  # fmt: skip
     """Runs tasks or groups of lm-eval on a causal language model of transformers, or on the path or name of one.
 
     Names of `tasks` may be joined by commas; `task_path` is a folder with YAML files of tasks of your own. `shots` are

@@ -321,15 +321,9 @@ class _Layer:
         }
 
     def __call__(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        angle: tuple[Tensor, Tensor],
-        table: Tensor,
-        before: Tensor,
-        lengths: Tensor,
-        room: int,
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, residual: Tensor | None, angle: tuple[Tensor, Tensor], table: Tensor, before: Tensor,
+        lengths: Tensor, room: int,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Returns the output of the MLP, which the next layer adds to the hidden state of the token, and that state."""
         from quant.kernels.attention.portable_decoder_step import add_rmsnorm, rotate_and_store, swiglu
         from quant.kernels.attention.portable_paged_kv_cache import write_kv

@@ -342,16 +342,9 @@ def _scales_of_heads(q: Tensor, k_scale: Tensor, v_scale: Tensor) -> tuple[Tenso
 
 
 def _masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor,
-    fp8: bool,
-    *,
-    softmax_scale: float | None,
-    softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, fp8: bool, *, softmax_scale: float | None, softcap: float | None,
     sinks: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns attention under any mask, in PyTorch: operands rounded to FP8 where asked, probabilities unrounded.
 
     Sinks `[heads]` are the score of a key for each head that has no value, as in GPT-OSS.

@@ -211,15 +211,9 @@ def distill(
 
 @in_own_modes
 def _distill_checkpoint(
-    directory: Path,
-    teacher: str,
-    out: Path,
-    options: DistillOptions,
-    overwrite: bool,
-    device: str,
-    listener: Listener,
+    directory: Path, teacher: str, out: Path, options: DistillOptions, overwrite: bool, device: str, listener: Listener,
     command: str,
-) -> Report:
+) -> Report:  # fmt: skip
     # Everything that can be refused without a model is checked first: loading and training take minutes to hours.
     check_apart(out, directory, teacher, *options.data, *options.eval_texts)
     check_destination(out, overwrite=overwrite)

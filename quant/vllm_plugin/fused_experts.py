@@ -169,19 +169,9 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
         return _Sum(self)
 
     def apply(
-        self,
-        output: Tensor,
-        hidden_states: Tensor,
-        w1: Tensor,
-        w2: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        activation: MoEActivation,
-        global_num_experts: int,
-        expert_map: Tensor | None,
-        *ignored: Any,
-        **named: Any,
-    ) -> None:
+        self, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, topk_weights: Tensor, topk_ids: Tensor,
+        activation: MoEActivation, global_num_experts: int, expert_map: Tensor | None, *ignored: Any, **named: Any,
+    ) -> None:  # fmt: skip
         """Leaves the unweighted output of every slot's expert for `finalize_weight_and_reduce_impl`."""
         from quant.kernels.attention.portable_decoder_step import swiglu
         from quant.kernels.linear.portable_grouped_gemm import route

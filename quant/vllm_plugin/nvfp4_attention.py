@@ -183,19 +183,11 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
     supports_dcp = False
 
     def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "nvfp4",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        **others: Any,
-    ) -> None:
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None, sliding_window: int | None = None, kv_cache_dtype: str = "nvfp4",
+        logits_soft_cap: float | None = None, attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None, **others: Any,
+    ) -> None:  # fmt: skip
         from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func, get_flash_attn_version
 
         unknown = [name for name, value in others.items() if value is not None and value is not False]
@@ -297,17 +289,9 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         return self._pages[key]
 
     def forward(
-        self,
-        layer: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        kv_cache: Tensor,
-        attn_metadata: Batch | None,
-        output: Tensor | None = None,
-        output_scale: Tensor | None = None,
-        output_block_scale: Tensor | None = None,
-    ) -> Tensor:
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Batch | None,
+        output: Tensor | None = None, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """Returns `[tokens, heads, dim]`, into `output`; query alike, key and value `[tokens, kv_heads, dim]`."""
         from quant.kernels.attention.portable_paged_kv_cache import write_kv_slots
 

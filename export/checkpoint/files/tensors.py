@@ -264,16 +264,10 @@ def split_rows(weight: BlockScaledTensor, count: int) -> list[BlockScaledTensor]
 
 
 def write_tensors(
-    directory: Path,
-    tensors: Mapping[str, Tensor | DeferredTensor],
-    shard_bytes: int | None = None,
-    *,
-    masks: Collection[str] | None = None,
-    log: FileLog | None = None,
-    carried: Collection[str] = (),
-    heads: Mapping[str, Sequence[int]] | None = None,
-    stem: str = "model",
-) -> dict[str, str]:
+    directory: Path, tensors: Mapping[str, Tensor | DeferredTensor], shard_bytes: int | None = None, *,
+    masks: Collection[str] | None = None, log: FileLog | None = None, carried: Collection[str] = (),
+    heads: Mapping[str, Sequence[int]] | None = None, stem: str = "model",
+) -> dict[str, str]:  # fmt: skip
     """Writes safetensors shards of at most `shard_bytes` with their index; returns the SHA-256 of each by file name.
 
     By default shards have an eighth of all bytes, but one gigabyte at least and five at most. A global scale in float64
