@@ -450,8 +450,8 @@ class MovedSteps:
         self._store, self._lock = store, threading.Lock()
         # By file of the checkpoint: its note, and the state of the hash there, from which hashing continues.
         self._notes: dict[str, tuple[Note, Any]] = {}
-        self._sources: dict[str, str] = {}
-        self._left: Counter[str] = Counter()
+        self._sources: dict[str, str] = {}  # the step's file that holds a tensor, by its name in the checkpoint
+        self._left: Counter[str] = Counter()  # tensors of each step's file that are not in the checkpoint yet
         for shard in store.shards():
             step = store.get(f"{NOTE}{shard}")
             with store.reading():

@@ -328,7 +328,7 @@ def _held_out(
 class _NoiseError:
     """Measures a denoiser against what it predicted before it was quantized.
 
-    table: the relative error of its predictions at each timestep, from noise to image, and `all` of them together.
+    `table` has the relative error of its predictions at each timestep, from noise to image, and of `all` of them.
     """
 
     def __init__(
