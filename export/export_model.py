@@ -586,18 +586,10 @@ def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[st
     """Writes the ONNX file of a job and returns its receipt; UserError if a layer in it differs from PyTorch's."""
     _warn(notes)
     write_onnx(
-        job.model,
-        path,
-        shapes=list(job.shapes) or None,
-        inputs=job.inputs,
-        attention=job.attention,
-        attention_scales=job.attention_scales,
-        capacity=job.cache_capacity(),
-        genai=job.genai,
-        kv_cache=job.cache_format,
-        plan=job.plan,
-        runtime=job.runtime,
-    )
+        job.model, path, shapes=list(job.shapes) or None, inputs=job.inputs, attention=job.attention,
+        attention_scales=job.attention_scales, capacity=job.cache_capacity(), genai=job.genai,
+        kv_cache=job.cache_format, plan=job.plan, runtime=job.runtime,
+    )  # fmt: skip
     check_file(path)
     receipt = verify(
         job.model,

@@ -313,14 +313,10 @@ def allocate(
         verified = real.verified(quantized)
         quantized = replace(quantized, plan=_with_verified(quantized.plan, verified))
     chosen = Chosen(
-        bits=space.bits(best.choice),
-        kl_predicted=loop.problem.total(SCORE, best.choice),
-        kl_measured=best.measured,
-        bytes=space.bytes(best.choice),
-        memory=space.bytes(best.choice) + space.fixed_bytes,
-        seconds=space.seconds(best.choice, loop.problem),
-        timing=space.timing_name,
-    )
+        bits=space.bits(best.choice), kl_predicted=loop.problem.total(SCORE, best.choice), kl_measured=best.measured,
+        bytes=space.bytes(best.choice), memory=space.bytes(best.choice) + space.fixed_bytes,
+        seconds=space.seconds(best.choice, loop.problem), timing=space.timing_name,
+    )  # fmt: skip
     seconds = time.perf_counter() - started - seconds_to_score
     record = AllocationRecord(
         goal.budget, chosen, curve, uniform, tuple(loop.rounds), seconds, bench.divergence.unit, verified
@@ -516,14 +512,9 @@ _LEAST_ROWS = 4
 
 
 def rows_where_solved(
-    layers: Iterable[LayerPlan],
-    candidates: Iterable[Candidate],
-    goal: Goal,
-    solver: str,
-    rows: int,
-    counts: Counts,
+    layers: Iterable[LayerPlan], candidates: Iterable[Candidate], goal: Goal, solver: str, rows: int, counts: Counts,
     device: torch.device,
-) -> int:
+) -> int:  # fmt: skip
     """Returns the number of rows on which `better_where_solved` measures each change; 0 where it does not apply.
 
     It applies to budgets, where the counts measure changes at all, as it does on a GPU: this takes hundreds of

@@ -267,14 +267,9 @@ def by_input(weight: Tensor, factor: Factor) -> Tensor:
 
 
 def encoded(
-    values: Tensor,
-    scales: Tensor | None,
-    fixed: FixedScales | None,
-    factor: Factor,
-    format: Format,
-    global_scale: Tensor | None,
-    supers: Superblocks | None = None,
-) -> BlockScaledTensor:
+    values: Tensor, scales: Tensor | None, fixed: FixedScales | None, factor: Factor, format: Format,
+    global_scale: Tensor | None, supers: Superblocks | None = None,
+) -> BlockScaledTensor:  # fmt: skip
     """Returns the codes and scales of `values` `[in, out]` with `scales` `[blocks, out]`, in the original order."""
     order, width = factor.order, _width(format)
     if fixed is not None:

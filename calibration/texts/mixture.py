@@ -57,15 +57,9 @@ Record = dict[str, Any]
 
 
 def mixture_rows(
-    model: nn.Module | None,
-    tokenizer: Any | None,
-    session: Session,
-    *,
-    samples: int,
-    seqlen: int,
-    own_only: bool = False,
-    why_not: str | None = None,
-) -> tuple[Tensor, Record]:
+    model: nn.Module | None, tokenizer: Any | None, session: Session, *, samples: int, seqlen: int,
+    own_only: bool = False, why_not: str | None = None,
+) -> tuple[Tensor, Record]:  # fmt: skip
     """Returns the rows of calibration text, int64 `[rows, seqlen]` on the CPU, and how they came about.
 
     Without a model that writes, or with a reason `why_not`, all text is samples; without a tokenizer, all is the
@@ -183,26 +177,16 @@ def _openings(
 
 
 def _own_pieces(
-    model: nn.Module,
-    tokenizer: Any,
-    needed: int,
-    length: int,
-    openings: Sequence[Sequence[int]],
-    end: int | None,
+    model: nn.Module, tokenizer: Any, needed: int, length: int, openings: Sequence[Sequence[int]], end: int | None,
     session: Session,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """Returns at least `needed` tokens of the model's own text in pieces of at most `length`, without start tokens."""
     start = first_token(model, tokenizer)
     piece_tokens = length - (start is not None) + (end is not None)
     rows = generate_rows(
-        model,
-        tokenizer,
-        samples=max(1, -(-needed // piece_tokens)),
-        seqlen=length,
-        openings=openings,
-        temperatures=_TEMPERATURES,
-        session=session,
-    )
+        model, tokenizer, samples=max(1, -(-needed // piece_tokens)), seqlen=length, openings=openings,
+        temperatures=_TEMPERATURES, session=session,
+    )  # fmt: skip
     ended = rows if end is None else torch.cat([rows, rows.new_full((len(rows), 1), end)], dim=1)
     return list(ended[:, 1:] if start is not None else ended)
 
@@ -291,15 +275,9 @@ def with_calibration(plan: Plan, records: Sequence[Mapping[str, Any]]) -> Plan:
 
 
 def mixed_text(
-    model: nn.Module,
-    plan: Plan,
-    tokenizer: Any = None,
-    session: Session | None = None,
-    *,
-    samples: int = 32,
-    seqlen: int = 512,
-    own_only: bool = False,
-) -> tuple[Tensor, Record]:
+    model: nn.Module, plan: Plan, tokenizer: Any = None, session: Session | None = None, *, samples: int = 32,
+    seqlen: int = 512, own_only: bool = False,
+) -> tuple[Tensor, Record]:  # fmt: skip
     """Returns a mixture, int64 `[samples, seqlen]`, and its record, for a plan that needs data and has none."""
     context = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None)
     seqlen = min(seqlen, context) if isinstance(context, int) and context > 0 else seqlen

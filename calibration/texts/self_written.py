@@ -49,15 +49,9 @@ def _no_text(model: nn.Module) -> str:
 
 
 def generate_rows(
-    model: nn.Module,
-    tokenizer: Any | None = None,
-    *,
-    samples: int,
-    seqlen: int,
-    openings: Sequence[Sequence[int]] = ((),),
-    temperatures: Sequence[float] = (1.0,),
-    session: Session = _ALONE,
-) -> Tensor:
+    model: nn.Module, tokenizer: Any | None = None, *, samples: int, seqlen: int,
+    openings: Sequence[Sequence[int]] = ((),), temperatures: Sequence[float] = (1.0,), session: Session = _ALONE,
+) -> Tensor:  # fmt: skip
     """Returns the rows of tokens drawn from a causal language model, int64 `[samples, seqlen]` on the CPU.
 
     It is transformers', or maps ids `[rows, tokens]` to logits `[rows, tokens, vocabulary]`; one that returns no

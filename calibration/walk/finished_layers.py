@@ -26,15 +26,9 @@ _SHARE = 10  # hidden states are written when that takes less than 1 / _SHARE of
 
 
 def keep_layers(
-    store: Store,
-    step: str,
-    model: nn.Module,
-    layers: Sequence[LayerPlan],
-    results: Mapping[str, LayerResult],
-    changed: Mapping[str, Tensor] | None = None,
-    *,
-    alone: bool = False,
-) -> None:
+    store: Store, step: str, model: nn.Module, layers: Sequence[LayerPlan], results: Mapping[str, LayerResult],
+    changed: Mapping[str, Tensor] | None = None, *, alone: bool = False,
+) -> None:  # fmt: skip
     """Keeps installed layers as one step; their buffers become maps of its file."""
     tensors = {f"model:{name}": tensor for name, tensor in (changed or {}).items()}
     modules = {layer.name: model.get_submodule(layer.name) for layer in layers if layer.weight is not None}

@@ -38,14 +38,9 @@ class Moments:
         return self.sum.tokens + sum(len(x) for _, x, *_ in self.waiting)
 
     def add(
-        self,
-        batch: int,
-        x: Tensor,
-        drift: Tensor | None = None,
-        rows: int = 1,
-        noise: Tensor | None = None,
+        self, batch: int, x: Tensor, drift: Tensor | None = None, rows: int = 1, noise: Tensor | None = None,
         residual: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Adds inputs of this rank's `batch`-th batch; see `MomentSum.add`."""
         if self.later:
             drift, residual = (None if t is None else t.to(x) for t in (drift, residual))

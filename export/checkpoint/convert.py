@@ -182,15 +182,9 @@ _GENERATIVE = ("ForCausalLM", "ForConditionalGeneration")
 
 
 def write_card(
-    directory: Path,
-    plan: Plan,
-    model: nn.Module,
-    *,
-    source: Path | None,
-    layout: str = "compressed-tensors",
-    measured: Path | None = None,
-    trial: Trial | None = None,
-) -> None:
+    directory: Path, plan: Plan, model: nn.Module, *, source: Path | None, layout: str = "compressed-tensors",
+    measured: Path | None = None, trial: Trial | None = None,
+) -> None:  # fmt: skip
     """Writes the card of a checkpoint, whose other files are there; a card of the source in it is renamed.
 
     `source` is the directory of the original model, if known, `layout` a key of `LAYOUTS`, and `measured` the directory

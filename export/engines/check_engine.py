@@ -367,15 +367,10 @@ GREEDY = Sampling()
 
 
 def generate_tokens(
-    session: EngineSession,
-    prompts: Sequence[Sequence[int]],
-    max_new_tokens: int | Sequence[int],
-    *,
-    sampling: Sampling | Sequence[Sampling] = GREEDY,
-    stops: Collection[int] = (),
-    chunk: int | None = None,
+    session: EngineSession, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int], *,
+    sampling: Sampling | Sequence[Sampling] = GREEDY, stops: Collection[int] = (), chunk: int | None = None,
     on_token: Callable[[int, int], object] | None = None,
-) -> list[list[int]]:
+) -> list[list[int]]:  # fmt: skip
     """Generates the tokens that follow each prompt, until one of `stops`, which is included, or `max_new_tokens`.
 
     `sampling` draws for all rows from one stream of random numbers, or for each row from its own. `chunk` tokens of a

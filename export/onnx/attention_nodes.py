@@ -104,14 +104,9 @@ def _attention(
             for x, s in zip((q, k, v), scales, strict=False)
         ]
         return opset(PLUGIN_DOMAIN).QuantFp8Attention(
-            *codes,
-            op.Constant(value_floats=list(scales[:3])),
-            causal=int(causal),
-            softmax_scale=scale,
-            output_type=int(q.dtype),
-            plugin_version=PLUGIN_VERSION,
-            plugin_namespace=PLUGIN_DOMAIN,
-        )
+            *codes, op.Constant(value_floats=list(scales[:3])), causal=int(causal), softmax_scale=scale,
+            output_type=int(q.dtype), plugin_version=PLUGIN_VERSION, plugin_namespace=PLUGIN_DOMAIN,
+        )  # fmt: skip
     # TensorRT fuses QuantizeLinear, DequantizeLinear and this op into one FP8 kernel.
     rounded = [
         round_trip(FORMATS["fp8"], widened(x), op.Constant(value_float=s), x.dtype)

@@ -197,14 +197,9 @@ _PLAIN_LINEARS = (
 
 
 def translate(
-    exported: torch.export.ExportedProgram,
-    inputs: Mapping[str, GraphInput],
-    outputs: list[str] | None,
-    prefix: str,
-    model: nn.Module,
-    opset: int = OPSET,
-    runtime: str = "tensorrt",
-) -> Any:
+    exported: torch.export.ExportedProgram, inputs: Mapping[str, GraphInput], outputs: list[str] | None, prefix: str,
+    model: nn.Module, opset: int = OPSET, runtime: str = "tensorrt",
+) -> Any:  # fmt: skip
     """Returns the ONNX model of a graph, as an `onnx_ir.Model`.
 
     `inputs` name dimensions; `outputs` are names, or None for torch's; `prefix` is what names in the graph have before
@@ -220,15 +215,9 @@ def translate(
     table[ops.onnx_experts.default] = translated
     try:
         program = torch.onnx.export(
-            exported,
-            dynamo=True,
-            opset_version=opset,
-            optimize=False,
-            custom_translation_table=table,
-            input_names=list(inputs),
-            output_names=outputs,
-            verbose=False,
-        )
+            exported, dynamo=True, opset_version=opset, optimize=False, custom_translation_table=table,
+            input_names=list(inputs), output_names=outputs, verbose=False,
+        )  # fmt: skip
     except torch.onnx.OnnxExporterError as error:
         raise ValueError(_untranslated(error, type(model).__name__)) from error
     assert program is not None

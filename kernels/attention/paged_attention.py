@@ -324,14 +324,9 @@ class PagedKVCache:
         """Returns the causal attention of the newest tokens over all cached tokens: see `paged_attention`."""
         counts = [self.length(sequence, layer) for sequence in sequences]
         return paged_attention(
-            q,
-            self.layer(layer),
-            self.block_table(sequences),
-            self._tensor_of(counts),
-            max_length=max(counts, default=0),
-            shortest=min(counts, default=0),
-            **keywords,
-        )
+            q, self.layer(layer), self.block_table(sequences), self._tensor_of(counts),
+            max_length=max(counts, default=0), shortest=min(counts, default=0), **keywords,
+        )  # fmt: skip
 
     def read(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
         """Returns K and V of a sequence, dequantized: float32 `[kv_heads, length, dim]`."""

@@ -246,15 +246,7 @@ def read_nvfp4_kv(codes: Tensor, blocks: Tensor, scale: Tensor, dtype: torch.dty
     width = triton.next_power_of_2(2 * half)
     rows = 4096 // width
     nvfp4_kv_read_kernel[triton.cdiv(tokens, rows), batch * heads](
-        codes,
-        compilable(blocks),
-        scale,
-        out,
-        tokens,
-        dim=2 * half,
-        width=width,
-        rows=rows,
-        num_warps=4,
+        codes, compilable(blocks), scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return out

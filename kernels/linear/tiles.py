@@ -336,15 +336,9 @@ def gluon_tiles(block_m: int, warps: int, resident: int, hardware: Hardware, dep
 
 
 def prefill_tiles(
-    block_m: int,
-    halves: int,
-    hardware: Hardware,
-    format: Format | None = None,
-    *,
-    groups: int | None = None,
-    x_bytes: int = 2,
-    resident: int = 1,
-) -> PrefillTiles:
+    block_m: int, halves: int, hardware: Hardware, format: Format | None = None, *, groups: int | None = None,
+    x_bytes: int = 2, resident: int = 1,
+) -> PrefillTiles:  # fmt: skip
     """Returns a launch for many tokens, with as many stages as fit in shared memory next to a tile of y in 16 bit."""
     # `format` is the format of codes in the checkpoint's order; None is a prepacked weight, whose scales are fetched
     # with it. An element of x takes `x_bytes`, and an SM has `resident` programs. By default, tiles of prepacked words

@@ -348,15 +348,9 @@ def fake_quantize_nvfp4(x: Tensor, global_scale: Tensor | None, format: Format =
     out = torch.empty_like(x)
     blocks = x.numel() // WIDTH
     nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        x,
-        out,
-        global_scale,
-        blocks,
-        four_or_six=format.input_rule == "four_over_six",
-        WIDTH=WIDTH,
-        BLOCKS=_BLOCKS,
+        x, out, global_scale, blocks, four_or_six=format.input_rule == "four_over_six", WIDTH=WIDTH, BLOCKS=_BLOCKS,
         enable_fp_fusion=True,
-    )
+    )  # fmt: skip
     return out
 
 

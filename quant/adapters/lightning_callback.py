@@ -45,15 +45,9 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
     """
 
     def __init__(
-        self,
-        plan: Plan | Recipe | str | None = None,
-        data: Any = None,
-        *,
-        module: str = "model",
-        out: str | Path | None = None,
-        tokenizer: Any = None,
-        **options: Any,
-    ) -> None:
+        self, plan: Plan | Recipe | str | None = None, data: Any = None, *, module: str = "model",
+        out: str | Path | None = None, tokenizer: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.plan: Plan | None = None
         self._start, self._data, self._options = plan, data, options

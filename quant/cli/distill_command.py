@@ -63,15 +63,9 @@ def distill_command(
         from quant.training.distill import distill
 
     report = distill(
-        directory,
-        teacher,
-        out=out,
-        overwrite=overwrite,
-        device=device,
-        listener=listener(quiet or as_json),
-        command=command_line(click.get_current_context()),
-        **options,
-    )
+        directory, teacher, out=out, overwrite=overwrite, device=device, listener=listener(quiet or as_json),
+        command=command_line(click.get_current_context()), **options,
+    )  # fmt: skip
     if as_json:
         print_json(report.to_dict())
     elif not quiet:

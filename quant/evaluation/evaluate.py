@@ -385,18 +385,10 @@ def _of_embeddings(sums: Mapping[str, Tensor], count: int, unit: str) -> Evaluat
     # With several outputs, as CLIP has, a row counts by the mean of their distances.
     of_rows = torch.stack([values[:, DISTANCE] for values in sums.values()]).mean(dim=0)
     return Evaluation(
-        perplexity=None,
-        kl=None,
-        top1=None,
-        tokens=count,
-        seconds=0.0,
-        cosine=float(of_rows.mean()),
-        error=max(distance.error for distance in distances),
-        outputs=distances if len(distances) > 1 else (),
-        unit=unit,
-        rows=len(of_rows),
-        interval=mean_interval(of_rows.tolist(), least=0.0),
-    )
+        perplexity=None, kl=None, top1=None, tokens=count, seconds=0.0, cosine=float(of_rows.mean()),
+        error=max(distance.error for distance in distances), outputs=distances if len(distances) > 1 else (), unit=unit,
+        rows=len(of_rows), interval=mean_interval(of_rows.tolist(), least=0.0),
+    )  # fmt: skip
 
 
 def _starts(rows: Tensor, size: int) -> list[int]:

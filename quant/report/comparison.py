@@ -170,15 +170,9 @@ def _errors(
 
 
 def _layers(
-    title: str,
-    a: ComparedRun,
-    b: ComparedRun,
-    pairs: Sequence[Pair],
-    ids: Mapping[str, str],
-    of_outputs: bool,
-    *,
+    title: str, a: ComparedRun, b: ComparedRun, pairs: Sequence[Pair], ids: Mapping[str, str], of_outputs: bool, *,
     folded: bool = False,
-) -> Section | None:
+) -> Section | None:  # fmt: skip
     if not pairs:
         return None
     error = "output error" if of_outputs else "weight error"

@@ -401,14 +401,9 @@ class ChunkedKL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        head: Head,
-        teacher: Teacher,
-        temperature: float,
-        weights: Tensor | None,
+        ctx: Any, hidden: Tensor, head: Head, teacher: Teacher, temperature: float, weights: Tensor | None,
         *parameters: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         learned = [parameter for parameter in parameters if parameter.requires_grad]
         totals = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in learned]
         of_hidden = torch.empty_like(hidden) if hidden.requires_grad else None

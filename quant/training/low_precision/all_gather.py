@@ -39,15 +39,9 @@ class ShardInFP8(Tensor):
     @staticmethod
     def __new__(cls, tensor: Tensor) -> "ShardInFP8":
         return Tensor._make_wrapper_subclass(
-            cls,
-            tensor.size(),
-            strides=tensor.stride(),
-            storage_offset=tensor.storage_offset(),
-            dtype=tensor.dtype,
-            device=tensor.device,
-            layout=tensor.layout,
-            requires_grad=tensor.requires_grad,
-        )
+            cls, tensor.size(), strides=tensor.stride(), storage_offset=tensor.storage_offset(), dtype=tensor.dtype,
+            device=tensor.device, layout=tensor.layout, requires_grad=tensor.requires_grad,
+        )  # fmt: skip
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
