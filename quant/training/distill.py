@@ -305,6 +305,9 @@ def prepare_distill_inputs(
             cached = CachedTeacher.open(name)
         if options.data:
             raise UserError(f"{option('data')}: a cached teacher knows only its own rows; leave the option out")
+        listener.message(
+            f"training on the {counted(len(cached.rows), 'row')} of {cached.rows.shape[1]} tokens of {name}"
+        )
         return DistillInputs(cached, cached.rows, "its cache", None)
     with listener.step(f"loading {name}"):
         source, model = open_runnable(name)

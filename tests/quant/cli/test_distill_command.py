@@ -369,6 +369,7 @@ def test_a_teacher_is_cached_first_and_serves_again(
     monkeypatch.undo()
     result = run(distill_command, made / "ptq", "--teacher", cache, "--out", tmp_path / "again", *OPTIONS)
     assert result.exit_code == 0, result.output
+    assert f"training on the 8 rows of 24 tokens of {cache}\n" in result.stderr  # whatever --seqlen says
     losses = [quant.Report.load(tmp_path / name / "report.json").distillation.losses for name in ("out", "again")]
     assert losses[0] == losses[1]
 
