@@ -405,13 +405,9 @@ def placed(
 
 @contextmanager
 def _visiting(
-    blocks: Mapping[int, nn.Module],
-    parts: Sequence[list[nn.Module]],
-    borrowed: "dict[int, DeviceCopies]",
-    prefetcher: Prefetcher,
-    dtype: torch.dtype | None,
-    tensors_to_copy: Callable[[Iterable[nn.Module]], list[Tensor]],
-) -> Iterator[None]:
+    blocks: Mapping[int, nn.Module], parts: Sequence[list[nn.Module]], borrowed: "dict[int, DeviceCopies]",
+    prefetcher: Prefetcher, dtype: torch.dtype | None, tensors_to_copy: Callable[[Iterable[nn.Module]], list[Tensor]],
+) -> Iterator[None]:  # fmt: skip
     """Brings each of `blocks` to the device for its own forward pass while open, with the next one on its way."""
     device, waiting = prefetcher.device, dict[int, Callable[[], list[Tensor]]]()
 

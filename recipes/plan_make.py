@@ -391,13 +391,9 @@ def _kept_convs(layers: Sequence[Layer], recipe: Recipe, included: Iterable[Set[
 
 
 def _choice(
-    layer: Layer,
-    recipe: Recipe,
-    globs: Mapping[str, Set[str]],
-    included: Mapping[str, Set[str]],
-    broad: Set[str],
+    layer: Layer, recipe: Recipe, globs: Mapping[str, Set[str]], included: Mapping[str, Set[str]], broad: Set[str],
     house: Mapping[str, str],
-) -> Rule:
+) -> Rule:  # fmt: skip
     """Returns the formats, the solver and the reason that the recipe has for a layer, whose shape does not count yet.
 
     `globs` and `included` have the names that each glob matches; `broad` are globs that match quantizable layers.

@@ -424,13 +424,9 @@ def _step(members: Sequence[LayerPlan]) -> str:
 
 
 def _solve_and_install(
-    model: nn.Module,
-    members: Sequence[LayerPlan],
-    copies: Sequence[Tensor],
-    input_scales: Mapping[str, Tensor],
-    session: Session,
-    stats: Mapping[str, LayerStats],
-) -> dict[str, LayerResult]:
+    model: nn.Module, members: Sequence[LayerPlan], copies: Sequence[Tensor], input_scales: Mapping[str, Tensor],
+    session: Session, stats: Mapping[str, LayerStats],
+) -> dict[str, LayerResult]:  # fmt: skip
     """Quantizes the members of a fusion group on the session's device, and gives their results by name.
 
     A store takes solutions from that device; without one they go where the model is.

@@ -506,21 +506,13 @@ def generate_text(
     streams = [TextStream(tokenizer, None if row else on_text) for row in range(len(ids))]
     started = time.perf_counter()
     tokens = generate_tokens(
-        session,
-        ids,
-        max_new_tokens,
-        sampling=sampling,
-        stops=end_tokens(outline(directory)),
+        session, ids, max_new_tokens, sampling=sampling, stops=end_tokens(outline(directory)),
         on_token=lambda row, token: streams[row].add([token]),
-    )
+    )  # fmt: skip
     return EngineGeneration(
-        tuple(prompts),
-        tuple(stream.finish() for stream in streams),
-        tuple(map(tuple, ids)),
-        tuple(map(tuple, tokens)),
-        time.perf_counter() - started,
-        session.backend,
-    )
+        tuple(prompts), tuple(stream.finish() for stream in streams), tuple(map(tuple, ids)), tuple(map(tuple, tokens)),
+        time.perf_counter() - started, session.backend,
+    )  # fmt: skip
 
 
 def check_plan(plan: str, directory: Path) -> None:

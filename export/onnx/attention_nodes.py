@@ -113,13 +113,9 @@ def _attention(
         for x, s in zip((q, k, v), scales, strict=False)
     ]
     return opset(TRT_DOMAIN).TRT_QuantizedAttention(
-        *rounded,
-        mask,
-        op.Constant(value_float=scales[3]),
-        scale=scale,
-        is_causal=int(causal),
+        *rounded, mask, op.Constant(value_float=scales[3]), scale=scale, is_causal=int(causal),
         normalization_quantize_to_type=FLOAT8E4M3FN,
-    )
+    )  # fmt: skip
 
 
 def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:

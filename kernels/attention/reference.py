@@ -83,13 +83,9 @@ def _dequantized(x: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None, com
 
 
 def _in_pieces(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    options: AttentionOptions,
-    rounded_to: torch.dtype | None,
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, rounded_to: torch.dtype | None,
     whole: bool = False,
-) -> Iterator[_Piece]:
+) -> Iterator[_Piece]:  # fmt: skip
     """Yields the attention and log-sum-exp of one sequence, as many queries at a time as memory allows, or all."""
     seq_q, seq_kv = query.shape[-2], key.shape[-2]
     pieces = [slice(None)]

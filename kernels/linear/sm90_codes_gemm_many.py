@@ -766,13 +766,9 @@ def prepare_gemm_many(
         # Only the GPU knows the number of tiles: one program for each SM, no tile is cut.
         programs, whole, cut, parts = tiles.programs, 0, 0, 1
     constants = constants_of(
-        tiles,
-        "words" if is_prepacked(weight) else weight.format.name,
-        experts=experts,
-        split=cut > 0,
-        has_bias=bias is not None,
-        in_e4m3=x.dtype is torch.float8_e4m3fn,
-    )
+        tiles, "words" if is_prepacked(weight) else weight.format.name, experts=experts, split=cut > 0,
+        has_bias=bias is not None, in_e4m3=x.dtype is torch.float8_e4m3fn,
+    )  # fmt: skip
     form, wide, tail = constants.form, constants.wide, constants.tail
     x_fields = matrix_fields(x, wide, 64)
     if form == "words":

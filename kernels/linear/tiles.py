@@ -242,13 +242,9 @@ def _least(times: list[tuple[float, _Choice]]) -> _Choice:
 
 
 def _prefill_times(
-    tokens: int,
-    shape: tuple[int, int],
-    units: Mapping[tuple[int, int], float],
-    hardware: Hardware,
-    format: Format | None = None,
-    x_bytes: int = 2,
-) -> list[tuple[float, PrefillTiles]]:
+    tokens: int, shape: tuple[int, int], units: Mapping[tuple[int, int], float], hardware: Hardware,
+    format: Format | None = None, x_bytes: int = 2,
+) -> list[tuple[float, PrefillTiles]]:  # fmt: skip
     """Returns launches of the kernel for many tokens behind their predicted microseconds; `units` has its sizes."""
     rows, columns = shape
     times = []

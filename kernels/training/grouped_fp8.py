@@ -88,13 +88,10 @@ def _reference_swiglu_backward(dy: Tensor, both: Tensor) -> Tensor:
 
 
 register(
-    "quant::swiglu_backward",
-    "(Tensor dy, Tensor both) -> Tensor",
-    lambda dy, both: both.new_empty(both.shape),
-    default=_reference_swiglu_backward,
-    cuda=lambda dy, both: _kernels().swiglu_backward(dy, both),
+    "quant::swiglu_backward", "(Tensor dy, Tensor both) -> Tensor", lambda dy, both: both.new_empty(both.shape),
+    default=_reference_swiglu_backward, cuda=lambda dy, both: _kernels().swiglu_backward(dy, both),
     where=lambda dy: has_triton(),
-)
+)  # fmt: skip
 
 
 def _reference_weigh_rows(
