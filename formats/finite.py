@@ -21,18 +21,16 @@ _LARGEST = {
 _SIGNED = {8: (np.int64, torch.int64), 4: (np.int32, torch.int32), 2: (np.int16, torch.int16), 1: (np.int8, torch.int8)}
 
 
-def is_finite(x: Tensor) -> bool:
-    """Returns whether `x` holds neither NaN nor infinity. Integers and meta tensors do not."""
-    return not _exceeds(x, *_limits(x.dtype, is_mask=False))
+def is_finite(x: Tensor, *, is_mask: bool = False) -> bool:
+    """Returns whether `x` holds neither NaN nor infinity; a mask, which is added to scores, may hold -infinity.
 
-
-def is_finite_or_mask(x: Tensor) -> bool:
-    """Checks the same, but allows -infinity, which a mask that is added to scores holds."""
-    return not _exceeds(x, *_limits(x.dtype, is_mask=True))
+    Integers and meta tensors hold neither.
+    """
+    return not _exceeds(x, *_limits(x.dtype, is_mask=is_mask))
 
 
 def are_finite(data: np.ndarray, dtype: torch.dtype, *, is_mask: bool = False) -> bool:
-    """Checks the contiguous bytes of a tensor, uint8 `[bytes]`, as `is_finite`, or as `is_finite_or_mask`."""
+    """Checks the contiguous bytes of a tensor, uint8 `[bytes]`, as `is_finite` checks it."""
     positive, negative = _limits(dtype, is_mask=is_mask)
     if positive is None or negative is None:
         return True

@@ -21,7 +21,7 @@ from quant.calibration.session import Device, Session, device_of, placed
 from quant.calibration.statistics import LayerStats, MomentSum, static_input_scale
 from quant.calibration.texts.mixture import lacks_data
 from quant.calibration.texts.rows import check_ids
-from quant.formats.finite import is_finite, is_finite_or_mask
+from quant.formats.finite import is_finite
 from quant.kernels.linear.conv import round_samples
 from quant.kernels.linear.experts import ExpertStack, can_run_experts_one_by_one, experts_forward
 from quant.recipes.blocks import Stop, all_arguments, forwarding, removing, stored_dtype
@@ -79,7 +79,7 @@ def _first_bad_tensor(model: nn.Module, block: str) -> str | None:
             if hasattr(tensor, "stored") and not name.startswith(block):
                 continue
             value = value_of(tensor)
-            if not (is_finite_or_mask(value) if is_buffer else is_finite(value)):
+            if not is_finite(value, is_mask=is_buffer):
                 bad = int((~value.float().isfinite()).sum())
                 return f"{name} {list(value.shape)} holds {bad:,} value(s) that are NaN or infinite"
     return None

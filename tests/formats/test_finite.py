@@ -14,10 +14,10 @@ def test_one_value_among_many_runs(dtype: torch.dtype, position: int, monkeypatc
     monkeypatch.setattr(finite, "_PIECE", 1 << 10)
     monkeypatch.setattr(finite, "_RUN", 3)
     x = torch.linspace(-400, 400, 99_999).to(dtype)
-    assert finite.is_finite(x) and finite.is_finite_or_mask(x)
+    assert finite.is_finite(x) and finite.is_finite(x, is_mask=True)
     for value in (float("nan"), -float("nan"), float("inf"), -float("inf")):
         broken = x.clone()
         broken[position] = value
         is_finite = bool(broken.float().isfinite().all())
         is_mask = bool((broken.float().isfinite() | (broken.float() == -torch.inf)).all())
-        assert finite.is_finite(broken) == is_finite and finite.is_finite_or_mask(broken) == is_mask
+        assert finite.is_finite(broken) == is_finite and finite.is_finite(broken, is_mask=True) == is_mask

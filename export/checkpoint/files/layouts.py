@@ -21,7 +21,7 @@ from torch import Tensor
 from quant.export.checkpoint.files import compressed_tensors, modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT, ExpectedTensor, Layout, same_values
 from quant.export.checkpoint.files.names import StoredNames, matrix_names
-from quant.formats.finite import is_finite, is_finite_or_mask, is_positive
+from quant.formats.finite import is_finite, is_positive
 from quant.formats.format import E4M3, E8M0, Format
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan
@@ -103,7 +103,7 @@ def scale_problem(scale: Tensor) -> str | None:
 
 def value_problem(tensor: Tensor, *, is_buffer: bool = False) -> str | None:
     """Returns the fault of a float tensor that holds NaN or infinity; a buffer may be a mask, which holds -infinity."""
-    if is_finite_or_mask(tensor) if is_buffer else is_finite(tensor):
+    if is_finite(tensor, is_mask=is_buffer):
         return None
     wide = tensor.float()
     if tensor.dtype.itemsize == 1:
