@@ -84,13 +84,9 @@ def _write(spec: CacheSpec, arch: int, tokens: int, warps: int) -> plugin.Bundle
     strides = ("k_batch", "k_head", "k_token", "v_batch", "v_head", "v_token", "table_stride", "kv_heads", "new")
     signature |= dict.fromkeys(strides, "i32")
     constants = {
-        "kind": spec.format,
-        "per_token": False,
-        "dim": spec.dim,
-        "width": triton.next_power_of_2(spec.dim),
-        "page": spec.capacity,
-        "tokens": tokens,
-    }
+        "kind": spec.format, "per_token": False, "dim": spec.dim, "width": triton.next_power_of_2(spec.dim),
+        "page": spec.capacity, "tokens": tokens,
+    }  # fmt: skip
     compiled = compile_kernel(
         kv_pages_write_kernel, signature, constants, arch=arch, num_warps=warps, num_stages=2, multiples=_PAGES
     )
@@ -111,25 +107,12 @@ def _attend(spec: CacheSpec, arch: int, role: str, tile: tuple[int, int, int, in
     signature |= dict.fromkeys(_PAGES, PAGE_STRIDE)
     signature |= dict.fromkeys(("q_batch", "q_head", "q_new", "table_stride", "kv_heads", "new", "splits"), "i32")
     constants = {
-        "softmax_scale": spec.softmax_scale or 1 / math.sqrt(spec.dim),
-        "softcap": 0.0,
-        "window": 0,
-        "kind": spec.format,
-        "per_token": False,
-        "capped": False,
-        "windowed": False,
-        "asm": True,
-        "dim": spec.dim,
-        "width": max(16, triton.next_power_of_2(spec.dim // pieces)),
-        "group": spec.group,
-        "page": spec.capacity,
-        "head_units": spec.capacity * (spec.dim // pieces),
-        "token_units": spec.dim // pieces,
-        "block_m": block_m,
-        "block_n": block_n,
-        "stages": stages,
-        "overlap": False,
-    }
+        "softmax_scale": spec.softmax_scale or 1 / math.sqrt(spec.dim), "softcap": 0.0, "window": 0,
+        "kind": spec.format, "per_token": False, "capped": False, "windowed": False, "asm": True,
+        "dim": spec.dim, "width": max(16, triton.next_power_of_2(spec.dim // pieces)), "group": spec.group,
+        "page": spec.capacity, "head_units": spec.capacity * (spec.dim // pieces), "token_units": spec.dim // pieces,
+        "block_m": block_m, "block_n": block_n, "stages": stages, "overlap": False,
+    }  # fmt: skip
     if role != "split":
         constants["lse"] = None
     compiled = compile_kernel(

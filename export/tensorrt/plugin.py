@@ -139,12 +139,9 @@ def compile_attention(dim: int, attributes: Attributes, arch: int) -> CompiledKe
     signature = dict(zip(INPUTS, types[:-1], strict=True))
     signature |= dict.fromkeys(("heads", "kv_heads", "seq_q", "seq_kv"), "i32") | {"out": types[-1]}
     constants = {
-        "softmax_scale": attributes.scale(dim),
-        "causal": bool(attributes.causal),
-        "dim": dim,
-        "block_q": tiles.block_q,
-        "block_kv": tiles.block_kv,
-    }
+        "softmax_scale": attributes.scale(dim), "causal": bool(attributes.causal), "dim": dim,
+        "block_q": tiles.block_q, "block_kv": tiles.block_kv,
+    }  # fmt: skip
     return compile_kernel(
         fp8_dense_attention, signature, constants, arch=arch, num_warps=tiles.num_warps, num_stages=tiles.num_stages
     )
