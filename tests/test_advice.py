@@ -40,8 +40,12 @@ from quant.base import old_names
 from quant.base.errors import in_command, option
 from quant.calibration.session import find_device
 from quant.cli.main import main
+from quant.export.checkpoint.files import compressed_tensors
 from quant.export.engines.check_engine import generate_tokens, open_session
 from quant.export.onnx import engine_session
+from quant.generate.quantized_attention import quantized_attention
+from quant.generate.quantized_kv_cache import QuantizedKVCache
+from quant.recipes.blocks import cache_argument
 from quant.training.distillation_loss import cache_teacher
 
 transformers = pytest.importorskip("transformers", reason="the extra hf")
@@ -1320,6 +1324,16 @@ CALLS |= {
         'BloomForCausalLM: its attention is its own and cannot be replaced; leave out attention="fp8"',
         lambda: step(converted_of(bloom()), IDS),
     ),
+    "parentheses in a pattern": (
+        lambda: compressed_tensors.matches(f"re:{'(' * 490}x{')' * 490}", "x"),
+        r"config\.json: the pattern 're:\(+'… is nested too deeply; write it flat",
+        lambda: compressed_tensors.matches("re:x", "x"),
+    ),
+    "tokens to crop": (
+        lambda: cropped(4),
+        r"crop\(4\): give the number of tokens to remove as a negative one",
+        lambda: cropped(-4),
+    ),
     "a GPU of another number": (
         lambda: with_gpus(2, "cuda:9"),
         r"PyTorch sees cuda:0 \(NVIDIA H200\), cuda:1 \(NVIDIA H200\) here; pass one of these, or cpu",
@@ -1331,6 +1345,15 @@ CALLS |= {
         lambda: [quant.quantize(LINEARS(), "fp8_channel", **device) for device in ({}, {"device": "cpu"})],
     ),
 }
+
+
+def cropped(tokens_to_remove: int) -> None:
+    model = tokens().eval()
+    cache = QuantizedKVCache(model, "fp8")
+    with torch.no_grad(), quantized_attention(model, kv_cache="fp8"):
+        model(IDS, **cache_argument(model, cache))
+    cache.crop(tokens_to_remove)
+    assert cache.get_seq_length() == 12
 
 
 def with_gpus(count: int, device: str) -> torch.device | None:
