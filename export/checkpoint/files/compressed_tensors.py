@@ -63,7 +63,7 @@ def _compiled(pattern: str) -> Matcher:
         )
     try:
         tree = _parser.parse(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
+    except (re.error, OverflowError) as error:
         raise ValueError(f"config.json: the pattern {pattern!r} is not a regular expression ({error})") from None
     if tree.state.flags != re.UNICODE:
         raise ValueError(f"config.json: the pattern {pattern!r} has flags, which are not read; write it without")
