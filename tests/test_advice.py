@@ -658,6 +658,16 @@ COMMANDS = [
         "above 0 and at most 1, or leave it out",
         drop="--lr 1e30",
     ),
+    Row(
+        f"distill {{stored}} --teacher {{model}} --data {{ids}} --steps 1 --top 8 {TRAINED}",
+        "give --cache-teacher FILE too, or",
+        add="--cache-teacher {case}/eight.safetensors",
+    ),
+    Row(
+        f"distill {{stored}} --teacher {{model}} --data {{ids}} --steps 1 --top 9 {TRAINED}",
+        "too, or leave it out",
+        drop="--top 9",
+    ),
     Row("plan show {plan} --match nope", "no layer of ", drop="nope", instead="plan show {plan} --match *.down_proj"),
     Row(
         "plan make {model} --bits 17 --out {out} --calib {ids} --calib-samples 2 --seqlen 16",

@@ -90,6 +90,11 @@ class DistillOptions:
             raise UserError(f"train is {self.train!r}; expected 'weights' or 'norms'")
         if self.train == "norms" and self.scales != "frozen":
             raise UserError(f"{option('scales', self.scales)}: norms are trained with frozen scales; leave it out")
+        if self.top != 64 and self.cache_teacher is None:
+            raise UserError(
+                f"{option('top', self.top)}: only a file of the teacher's tokens keeps so many; give "
+                f"{option('cache_teacher', 'FILE')} too, or leave it out"
+            )
         if self.lr is not None and not 0 < self.lr <= 1:
             raise UserError(
                 f"{option('lr', self.lr)}: AdamW moves each weight by about this much in a step; expected a number "
