@@ -166,8 +166,8 @@ def export_model(
             4096, or the model's limit.
         kv_cache: the format of a decoder's KV cache, "fp8" or "nvfp4" for TensorRT with our plug-in; None is 16 bit.
         lm_head: "int8" rounds an output head that is in 16 bit to INT8 in groups of 32, in an ONNX file for
-            onnxruntime; "16bit" leaves it. None is "int8" for decoders in INT4 or INT8, of whose bytes the head is a
-            large part for each token.
+            onnxruntime; "16bit" leaves it. None is "int8" for decoders in INT4 or INT8 with a cache, of whose bytes the
+            head is a large part for each token.
         attention: how FP8 attention of the plan runs: "native" in TensorRT, "plugin", or "none" in 16 bit.
         data: calibration data for FP8 attention and `kv_cache`: sources as `quantize --calib` takes them, or token ids
             `[rows, seqlen]`. None is text that the model writes, and samples.
@@ -453,7 +453,8 @@ def _round_head(job: ExportJob) -> list[str]:
     model: Any = job.model
     head: Any = model.get_output_embeddings() if is_decoder(model) else None
     elements = {module.weight_format.element for module in model.modules() if isinstance(module, QuantLinear)}
-    is_default = bool(elements & {INT4, INT8}) and job.runtime == "onnxruntime"
+    by_tokens = job.genai or job.cache_capacity() > 0  # one pass reads the head once for all tokens
+    is_default = by_tokens and bool(elements & {INT4, INT8}) and job.runtime == "onnxruntime"
     if job.lm_head == "16bit" or (job.lm_head is None and not is_default):
         return []
     format, refusal = GGUF_FORMATS["q8_0"], ""

@@ -67,12 +67,17 @@ def heads_of(exported: quant.Exported) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("format", "head", "is_rounded"),
-    [("int4a16_g32", "16bit", False), ("fp8", "int8", True), ("fp8", None, False), ("int8_static", None, True)],
-)
-def test_which_heads_are_rounded(format: str, head: str | None, is_rounded: bool, tmp_path: Path) -> None:
+    ("format", "head", "capacity", "is_rounded"),
+    [
+        ("int4a16_g32", "16bit", 64, False), ("fp8", "int8", 64, True), ("fp8", None, 64, False),
+        ("int8_static", None, 64, True), ("int8", None, 0, False), ("int8", "int8", 0, True),
+    ],
+)  # fmt: skip
+def test_which_heads_are_rounded(
+    format: str, head: str | None, capacity: int, is_rounded: bool, tmp_path: Path
+) -> None:
     done = quantized(format)
-    exported = quant.export_model(done, "onnx", tmp_path / "out", capacity=64, lm_head=head)
+    exported = quant.export_model(done, "onnx", tmp_path / "out", capacity=capacity, lm_head=head)
     assert [layer["passed"] for layer in heads_of(exported)] == [True] * is_rounded
     assert any("lm_head is in INT8" in note for note in exported.record["notes"]) == is_rounded
 
