@@ -13,7 +13,8 @@ Method: random weights in BF16; every block is compiled by torch.compile with it
 is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
 Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on Hopper. torchao's and Transformer Engine's rows
 quantize the same layers. Each row is a process of its own: those of a size compile at once, then one after the other
-is timed. A peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
+is timed, all of them twice, and the lesser time counts. A peer that does not run is a row too. Errors are relative, of
+the outputs of the blocks against BF16.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -184,6 +185,18 @@ def ours(name: str, attention: bool = False, rank: int = 0) -> Callable[[nn.Modu
     return run
 
 
+def branches_apart(run: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """The same with low-rank branches as two matmuls in 16 bit, never as columns of the product."""
+
+    def run_apart(model: nn.Module) -> None:
+        from quant.kernels.linear import quant_linear
+
+        quant_linear.takes_branch = lambda *_: False
+        run(model)
+
+    return run_apart
+
+
 def methods() -> dict[str, Callable[[nn.Module], None]]:
     """What is timed, by name; the first is the measure of the others."""
     rows: dict[str, Callable[[nn.Module], None]] = {
@@ -191,6 +204,7 @@ def methods() -> dict[str, Callable[[nn.Module], None]]:
         "ours, fp8_channel": ours("fp8_channel"),
         "ours, fp8_channel and FP8 attention": ours("fp8_channel", attention=True),
         "ours, fp8_channel+lowrank:32": ours("fp8_channel", rank=32),
+        "ours, fp8_channel+lowrank:32, branches in 16 bit": branches_apart(ours("fp8_channel", rank=32)),
         "ours, fp8_channel+lowrank:32 and FP8 attention": ours("fp8_channel", attention=True, rank=32),
     }
     if find_spec("torchao"):
@@ -204,7 +218,7 @@ def methods() -> dict[str, Callable[[nn.Module], None]]:
 
 
 def time_blocks(family: str, grid: tuple[int, ...], name: str, outputs: Path, profile: bool) -> None:
-    """Compiles the blocks with one method, waits for a line of standard input, and prints their microseconds.
+    """Compiles the blocks with one method, and prints their microseconds for each line of standard input.
 
     Their outputs are written before that.
     """
@@ -229,25 +243,24 @@ def time_blocks(family: str, grid: tuple[int, ...], name: str, outputs: Path, pr
         run()
         torch.cuda.empty_cache()  # for the rows that compile beside this one
         print("ready", flush=True)
-        sys.stdin.readline()
-        print(graph_microseconds([run]), flush=True)
+        for _ in sys.stdin:
+            print(graph_microseconds([run]), flush=True)
         if profile:
             with torch.profiler.profile() as kernels:
                 run()
                 torch.cuda.synchronize()
-            print(
-                kernels.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90),
-                file=sys.stderr,
-            )
+            table = kernels.key_averages().table(sort_by="cuda_time_total", row_limit=25, max_name_column_width=90)
+            print(family, grid, name, table, sep="\n", file=sys.stderr)
 
 
 def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
 
 
-def speed(family: str, grid: tuple[int, ...], chosen: str, jobs: int, profile: str) -> list[Row]:
-    """Milliseconds and errors of BF16 and of the chosen methods, of blocks of one family at one size."""
-    cases = [(family, grid, name) for name in methods() if name == "BF16" or re.search(chosen, name)]
+def speed(sizes: Sequence[tuple[str, tuple[int, ...]]], chosen: str, jobs: int, profile: str) -> list[Row]:
+    """Milliseconds and errors of BF16 and of the chosen methods, of blocks of families at sizes."""
+    names = [name for name in methods() if name == "BF16" or re.search(chosen, name)]
+    cases = [(*size, name) for size in sizes for name in names]
     with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(jobs) as pool:
         files = [Path(home) / f"{i}.pt" for i in range(len(cases))]
         # Compilers in processes of their own would be more processes than cores.
@@ -263,11 +276,15 @@ def speed(family: str, grid: tuple[int, ...], chosen: str, jobs: int, profile: s
             return process
 
         processes = list(pool.map(compiled, cases, files))
-        microseconds = [_said(process) for process in processes]
+        # A process that ends frees its memory, which would take time of the next one.
+        rounds = [[_answer(process) for process in processes] for _ in range(2)]
+        for process in processes:
+            process.communicate()
         rows: list[Row] = []
-        for (_, _, name), file, time_of_row in zip(cases, files, microseconds, strict=True):
+        for (family, grid, name), file, *times in zip(cases, files, *rounds, strict=True):
+            time_of_row = None if None in times else min(times)
             if name == "BF16":
-                base, exact = time_of_row, torch.load(file)
+                base, exact = time_of_row, torch.load(file) if file.is_file() else []
             row = {"blocks": family, "tokens": math.prod(grid), "method": name}
             figures: dict[str, float | None] = {"ms": None, "× BF16": None, "error %": None}
             if time_of_row is not None and base is not None:
@@ -278,10 +295,13 @@ def speed(family: str, grid: tuple[int, ...], chosen: str, jobs: int, profile: s
     return rows
 
 
-def _said(process: subprocess.Popen[str]) -> float | None:
-    """Lets a process go on that waits for it, and returns the number that it prints; None of one that failed."""
+def _answer(process: subprocess.Popen[str]) -> float | None:
+    """Returns the number that a process prints for a line; None of one that failed."""
+    assert process.stdin is not None and process.stdout is not None
     try:
-        return float(process.communicate("\n")[0])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        return float(process.stdout.readline())
     except (ValueError, BrokenPipeError):
         return None
 
@@ -457,8 +477,10 @@ def main(
     sizes = [(name, grid) for name in ("flux", "wan") if name in only.split(",") for grid in SIZES[name]]
     sizes = [(name, grid) for name, grid in sizes if not tokens or math.prod(grid) == tokens]
     if sizes:
-        # One after the other: what is compiled beside them waits with its memory.
-        rows = [row for name, grid in sizes for row in speed(name, grid, method, jobs, profile)]
+        # One number of tokens after the other: what is compiled beside them waits with its memory.
+        counts = sorted({math.prod(grid) for _, grid in sizes})
+        batches = [[size for size in sizes if math.prod(size[1]) == count] for count in counts]
+        rows = [row for batch in batches for row in speed(batch, method, jobs, profile)]
         show("Blocks of diffusion transformers", header, rows, (), json_path)
     if "branch" in only.split(","):
         show("Parts of a layer with a low-rank branch", header, branch_parts(), (), None)
