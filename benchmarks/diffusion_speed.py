@@ -244,7 +244,9 @@ def time_blocks(family: str, grid: tuple[int, ...], name: str, outputs: Path, pr
         torch.cuda.empty_cache()  # for the rows that compile beside this one
         print("ready", flush=True)
         for _ in sys.stdin:
-            print(graph_microseconds([run]), flush=True)
+            microseconds = graph_microseconds([run])
+            print(microseconds, flush=True)
+            click.echo(f"{family} {grid} {name}: {microseconds:.1f} µs", err=True)
         if profile:
             with torch.profiler.profile() as kernels:
                 run()
