@@ -33,8 +33,7 @@ ScaleRule = Callable[[Tensor, Format, Tensor], Tensor]
 HEADROOM = {"max": 448.0, "four_over_six": 256.0, "mse": 256.0}
 
 _MIN_E4M3 = E4M3.min_subnormal
-# Fractions of amax / max that `mse` tries where scales are not coded: 1 down to 0.36.
-_SHRINK = [1 - 0.01 * k for k in range(65)]
+_TRIES = 65  # fractions of amax / max that `mse` tries where scales are not coded: 1 down to 0.36
 
 
 def amax_over_blocks(blocks: Tensor) -> Tensor:
@@ -148,11 +147,14 @@ def candidate_scales(amax: Tensor, format: Format, global_scale: Tensor) -> list
     nearest = _nearest_scale(amax, format, global_scale)
     if format.scale is E8M0:
         return [(nearest / 2).clamp(min=2.0**-127)]
+    # All at once, and made on the device: GPTQ asks block by block.
+    shrink = 1 - 0.01 * torch.arange(_TRIES, device=amax.device, dtype=torch.float64)
     if format.gguf:
         # The largest weight may have either sign, and integers have one code more below zero than above: under a
         # negative scale, which these files may hold, it is the code of a positive weight.
-        return [nonzero(round_to(nearest * shrink, format.scale)) for s in _SHRINK[::2] for shrink in (s, -s)]
-    return [nonzero(round_to(nearest * shrink, format.scale)) for shrink in _SHRINK]
+        shrink = torch.stack([shrink[::2], -shrink[::2]], dim=1).flatten()
+    scales = round_to(nearest * shrink.float().view(-1, *[1] * nearest.dim()), format.scale)
+    return list(scales.masked_fill_(scales == 0, 1))
 
 
 def _squared_error(blocks: Tensor, format: Format, step: Tensor, amax: Tensor) -> Tensor:

@@ -111,20 +111,26 @@ def _nearest_codes(values: Tensor, unit: Tensor, largest: int) -> Tensor:
     return torch.where(unit == 0, 0, values / unit).round_().clamp_(0, largest)
 
 
-def candidates(block: Tensor, cost: Tensor, unit: Sequence[Tensor], format: Format) -> list[list[Tensor]]:
+def candidates(block: Tensor, cost: Tensor, unit: Sequence[Tensor], format: Format) -> list[Tensor]:
     """Returns the codes s, m worth trying for blocks `[rows, n]` under d, d_min `[rows]`: the fitted and around it.
 
-    `cost` weighs the squared error of each of the n weights.
+    Each is `[candidates, rows]`. `cost` weighs the squared error of each of the n weights.
     """
-    fitted = _fitted(block, cost.expand_as(block), format, _TRIES // 3)
-    largest = largest_code(format)
-    nearest = [_nearest_codes(x, u, largest) for x, u in zip(fitted, unit, strict=False)]
-    spans = [(0, -1, 1, -2, 2)] if len(nearest) == 1 else [(0, -1, 1), (0, -1, 1)]
-    return [[(c + o).clamp(0, largest) for c, o in zip(nearest, offsets, strict=True)] for offsets in product(*spans)]
+    fitted = _fitted(block, cost.expand_as(block), format, _TRIES // 3, _TRIES if block.is_cuda else 1)
+    largest, reach = largest_code(format), 1 if format.minimum else 2
+    around = torch.arange(-reach, reach + 1, device=block.device)[:, None]
+    tried = [(_nearest_codes(x, u, largest) + around).clamp_(0, largest) for x, u in zip(fitted, unit, strict=False)]
+    if len(tried) == 1:
+        return tried
+    s, m = tried
+    return [s.repeat_interleave(len(m), 0), m.repeat(len(s), 1)]
 
 
-def _fitted(blocks: Tensor, cost: Tensor, format: Format, tries: int) -> tuple[Tensor, Tensor]:
-    """Returns step and minimum of each block `[..., n]` with the smallest weighted squared error that was found."""
+def _fitted(blocks: Tensor, cost: Tensor, format: Format, tries: int, together: int = 1) -> tuple[Tensor, Tensor]:
+    """Returns step and minimum of each block `[..., n]` with the smallest weighted squared error that was found.
+
+    `together` steps are tried at once: small blocks take less time so, large ones less memory one by one.
+    """
     half = 1 << (format.element.bits - 1)
     low, high = (0, 2 * half - 1) if format.minimum else (-half, half - 1)
     least = blocks.amin(-1).clamp_(max=0) if format.minimum else blocks.new_zeros(blocks.shape[:-1])
@@ -132,8 +138,9 @@ def _fitted(blocks: Tensor, cost: Tensor, format: Format, tries: int) -> tuple[T
     best_step, best_least = span / high, least
     best_error = _error(blocks, cost, best_step, best_least, low, high)
     total, mean = cost.sum(-1), (cost * blocks).sum(-1)
-    for index in range(tries + 1 if tries else 0):
-        step = span / (high - 0.9 + 1.8 * index / tries)
+    indices = torch.arange(tries + 1, device=blocks.device, dtype=torch.float64)
+    for index in indices.split(together) if tries else ():
+        step = span / (high - 0.9 + 1.8 * index / tries).float().view(-1, *[1] * span.dim())
         q = ((blocks - least[..., None]) / _divisor(step)[..., None]).round_().clamp_(low, high)
         weighted = cost * q
         first, second, product = weighted.sum(-1), (weighted * q).sum(-1), (weighted * blocks).sum(-1)
@@ -149,8 +156,11 @@ def _fitted(blocks: Tensor, cost: Tensor, format: Format, tries: int) -> tuple[T
             fitted = product / _divisor(second)
             usable = fitted > 0
         error = _error(blocks, cost, fitted, own_least, low, high)
-        better = usable & (error < best_error)
-        best_error = torch.where(better, error, best_error)
+        error = torch.where(usable & (error < best_error), error, torch.inf)
+        least_error, best = error.min(0, keepdim=True)
+        fitted, own_least = (x.expand_as(error).gather(0, best)[0] for x in (fitted, own_least))
+        better = least_error[0] < best_error
+        best_error = torch.where(better, least_error[0], best_error)
         best_step, best_least = torch.where(better, fitted, best_step), torch.where(better, own_least, best_least)
     return best_step, -best_least
 

@@ -66,6 +66,8 @@ _LAZY = 128
 _CODES, _HUGE = 256, 1e30
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
+# Rows whose scales are searched together on a CPU, where what is computed of them then stays in the cache.
+_TILE = 128
 # Columns of a factor that are taken together on a CPU and on a GPU.
 _SLAB, _SLAB_GPU = 256, 2048
 # Columns of a triangular matrix that a GPU inverts, of a matrix that it factorizes by itself, and leaves of a matrix
@@ -78,8 +80,8 @@ _IN_16_BIT, _ROUNDED = Shares(drift=0.5, residual=0.5), Shares(drift=0.25, resid
 
 # Solves the blocks of a window; takes the arguments of `solve_window` after the first.
 _SolveWindow = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None, int, bool], Tensor]
-# Solves one block: (its target [k, n], its first column, U [k, k]) -> values, errors e [k, n], scales [n].
-_SolveBlock = Callable[[Tensor, int, Tensor], tuple[Tensor, Tensor, Tensor | None]]
+# Solves one block: (its target [k, n], its first column, U and U⁻ᵀ [k, k]) -> values, errors e [k, n], scales [n].
+_SolveBlock = Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ def gptq(
     rounding = Rounding(
         target, factor, format, global_scale, shortlist, step, parts, sweeps=sweeps, supers=supers
     )  # fmt: skip
-    if rounding.kernel is not None:
+    if rounding.never_waits:
         rounding = replay.run(rounding)
     else:
         # Where scales lie within rows, `weight` is one of the threads' parts of `solve_by_rows` already.
@@ -337,9 +339,20 @@ class Rounding:
         self.kernel = kernel
 
     @cached_property
-    def blocks(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The diagonal blocks of U, the inverses of those of H, and their upper factors, each `[blocks, k, k]`."""
-        return diagonal_blocks(self.factor.U, self.width), *block_factors(diagonal_blocks(self.factor.H, self.width))
+    def blocks(self) -> tuple[Tensor, ...]:
+        """The diagonal blocks of U, the inverses of those of H, and their upper factors, each `[blocks, k, k]`.
+
+        Where no kernel solves windows, the inverses U⁻ᵀ of the first and the last follow.
+        """
+        first, rest = diagonal_blocks(self.factor.U, self.width), diagonal_blocks(self.factor.H, self.width)
+        inverses, upper = block_factors(rest)
+        to_errors = () if self.kernel is not None else (_to_errors(first), _to_errors(upper))
+        return first, inverses, upper, *to_errors
+
+    @property
+    def never_waits(self) -> bool:
+        """Whether a GPU gets all launches of `run` without an answer or a copy from it; see `replay`."""
+        return self.kernel is not None or (self.target.is_cuda and self.format.scale is not E4M3)
 
     @property
     def key(self) -> Any:
@@ -350,19 +363,23 @@ class Rounding:
 
     def operands(self) -> list[Tensor]:
         """Returns the tensors that are read."""
-        step = [] if self.step is None else [self.step]
-        return [self.target, self.factor.H, self.factor.U, *self.blocks, self.second, *step]
+        scales = [] if self.step is None else [self.step]
+        if self.supers is not None:
+            scales += [*self.supers.units, self.supers.of_block]
+        return [self.target, self.factor.H, self.factor.U, *self.blocks, self.second, *scales]
 
     def copy(self) -> Rounding:
         """Returns a rounding of copies of all operands, which has no results yet."""
         H, U = self.factor.H.clone(), self.factor.U.clone()
         second, step = self.second.clone(), None if self.step is None else self.step.clone()
+        supers = None
+        if self.supers is not None:
+            supers = Superblocks([unit.clone() for unit in self.supers.units], self.supers.of_block.clone())
         own = Rounding(
             self.target.clone(), replace(self.factor, H=H, U=U), self.format, second, self.shortlist, step, self.parts,
-            sweeps=self.sweeps,
+            sweeps=self.sweeps, supers=supers,
         )  # fmt: skip
-        first, inverses, upper = self.blocks
-        own.blocks = first.clone(), inverses.clone(), upper.clone()
+        own.blocks = tuple(each.clone() for each in self.blocks)
         return own
 
     def run(self, rows: slice = slice(None)) -> None:
@@ -374,7 +391,7 @@ class Rounding:
     def feed_back(self, rows: slice = slice(None)) -> None:
         """Runs GPTQ's pass over some outputs: fills values and scales, block by block of `width` inputs."""
         left, values, scales = self.target[..., rows].clone(), self.values[..., rows], self._scales(rows)
-        U, blocks, solve = self.factor.U, self.blocks[0], self._window_solver(rows)
+        U, blocks, solve = self.factor.U, self.blocks[0], self._window_solver(rows, *self.blocks[3:4])
         for span, within in self._windows():
             errors = solve(
                 left[..., span, :], U[..., span, span], blocks[..., within, :, :], values[..., span, :],
@@ -387,8 +404,8 @@ class Rounding:
     def descend(self, rows: slice = slice(None)) -> None:
         """Sweeps once over some outputs by block coordinate descent: each block is solved with the others fixed."""
         target, values, scales = self.target[..., rows], self.values[..., rows], self._scales(rows)
-        H, off, (_, inverses, U) = self.factor.H, RightOperand(target - values), self.blocks
-        solve = self._window_solver(rows)
+        H, off, (_, inverses, U, *to_errors) = self.factor.H, RightOperand(target - values), self.blocks
+        solve = self._window_solver(rows, *to_errors[1:])
         for span, within in self._windows():
             # The optimum of each block if it were free: q_b + H_bb⁻¹ H_b,: (w - q). A block a of the window that is
             # solved before it shifts that optimum by -H_bb⁻¹ H_ba times its move, which is `coupling`.
@@ -418,19 +435,20 @@ class Rounding:
             last = min(first + _LAZY, inputs)
             yield slice(first, last), slice(first // self.width, -(-last // self.width))
 
-    def _window_solver(self, rows: slice) -> _SolveWindow:
+    def _window_solver(self, rows: slice, to_errors: Tensor | None = None) -> _SolveWindow:
         if self.kernel is not None:
             return self.kernel
+        solve: _SolveBlock
         if self.step is not None:
-            return partial(solve_window, partial(round_block, self.format.element, self.step[:, rows]))
+            solve = partial(round_block, self.format.element, self.step[:, rows])
+        elif self.supers is not None:
+            solve = partial(search_codes, self.supers.of_rows(rows), self.format, self.shortlist)
+        else:
 
-        if self.supers is not None:
-            return partial(solve_window, partial(search_codes, self.supers.of_rows(rows), self.format, self.shortlist))
+            def solve(block: Tensor, start: int, U: Tensor, own: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+                return search_block(block, U, self.format, self.second, self.shortlist, own)
 
-        def search(block: Tensor, start: int, U: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-            return search_block(block, U, self.format, self.second, self.shortlist)
-
-        return partial(solve_window, search)
+        return partial(solve_window, solve, to_errors)
 
 
 def _by_blocks(blocks: Tensor, x: Tensor) -> Tensor:
@@ -473,6 +491,7 @@ def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> Non
 
 def solve_window(
     solve: _SolveBlock,
+    to_errors: Tensor | None,
     target: Tensor,
     coupling: Tensor,
     U: Tensor,
@@ -485,6 +504,7 @@ def solve_window(
 
     Args:
         solve: one block.
+        to_errors: U⁻ᵀ of every block of the weight, `[blocks, k, k]`, or None.
         target: `[inputs, n]`, the target of each block before the earlier ones of the window are solved.
         coupling: C `[inputs, inputs]`: block b should be `target[b]` less Σ C[a, b]ᵀ move[a] over blocks a before it.
         U: of each block, `[blocks, k, k]`.
@@ -498,14 +518,15 @@ def solve_window(
     """
     moves = torch.empty_like(target)
     width = U.shape[-1]
+    inverses = _to_errors(U) if to_errors is None else to_errors[start // width :]
     for index, first in enumerate(range(0, len(target), width)):
         columns = slice(first, min(first + width, len(target)))
         size = columns.stop - first
         block = target[columns]
         if first:
             block = block - coupling[:first, columns].t() @ moves[:first]
-        block_U = U[index, :size, :size]
-        new, errors, scale = solve(block, start + first, block_U)
+        block_U, inverse = U[index, :size, :size], inverses[index, :size, :size]
+        new, errors, scale = solve(block, start + first, block_U, inverse)
         if not improve:
             values[columns], moves[columns] = new, errors
             if scales is not None and scale is not None:
@@ -513,7 +534,7 @@ def solve_window(
             continue
         old = values[columns].clone()
         # Losses of the new and the old values of the block: both Σ e² under H_bb.
-        better = errors.square().sum(0) < (_to_errors(block_U) @ (block - old)).square().sum(0)
+        better = errors.square().sum(0) < (inverse @ (block - old)).square().sum(0)
         values[columns] = torch.where(better, new, old)
         torch.sub(values[columns], old, out=moves[columns])
         if scales is not None and scale is not None:
@@ -533,12 +554,26 @@ def solve_window(
 
 
 def search_block(
-    block: Tensor, U: Tensor, format: Format, global_scale: Tensor, shortlist: int
+    block: Tensor, U: Tensor, format: Format, global_scale: Tensor, shortlist: int, to_errors: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the best values for a block `[k, n]` and their errors e `[k, n]`, and block scales `[n]`.
 
     All candidate scales of each row are tried without feedback first; the best `shortlist` are tried with it.
     """
+    inverse = _to_errors(U) if to_errors is None else to_errors
+    tiles = block.split(len(block.t()) if block.is_cuda else _TILE, dim=1)
+    chosen = [_shortlisted_scales(tile, inverse, format, global_scale, shortlist) for tile in tiles]
+    scales = torch.cat(chosen, dim=1)
+    values, errors = round_with_feedback(block, U, (scales * global_scale)[None], format.element)
+    best = errors.square().sum(0).argmin(0, keepdim=True)
+    index = best.expand(len(block), 1, -1)
+    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
+
+
+def _shortlisted_scales(
+    block: Tensor, to_errors: Tensor, format: Format, global_scale: Tensor, shortlist: int
+) -> Tensor:
+    """Returns the scales `[shortlist, n]` of a block `[k, n]` that lose least without feedback."""
     amax = block.abs().amax(0)
     if format.scale is E4M3:
         scales = torch.stack(candidate_scales(amax, format, global_scale))
@@ -547,28 +582,25 @@ def search_block(
         nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
         searched = candidate_scales(amax.view_as(nearest), format, global_scale)
         scales = torch.stack([scale.view(-1) for scale in (nearest, *searched)])
-    if shortlist < len(scales):
-        step = scales * global_scale
-        in_steps = block[:, None] / step
-        # In grid steps, which are squared and multiplied in only after the sum.
-        off = _nearest(in_steps, format.element).sub_(in_steps)
-        loss = (_to_errors(U) @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
-        scales = scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
-    values, errors = round_with_feedback(block, U, (scales * global_scale)[None], format.element)
-    best = errors.square().sum(0).argmin(0, keepdim=True)
-    index = best.expand(len(block), 1, -1)
-    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
+    if shortlist >= len(scales):
+        return scales
+    step = scales * global_scale
+    in_steps = block[:, None] / step
+    # In grid steps, which are squared and multiplied in only after the sum.
+    off = _nearest(in_steps, format.element).sub_(in_steps)
+    loss = (to_errors @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
+    return scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
 
 
 def search_codes(
-    supers: Superblocks, format: Format, shortlist: int, block: Tensor, start: int, U: Tensor
+    supers: Superblocks, format: Format, shortlist: int, block: Tensor, start: int, U: Tensor, to_errors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the same as `search_block` under superblocks: the codes of a block's scale and minimum as `scales`."""
-    unit = [x[supers.of_block[start // format.block[1]]] for x in supers.units]
+    # Picked on the device: a number from there would be waited for.
+    own = supers.of_block[start // format.block[1]].view(1)
+    unit = [x.index_select(0, own)[0] for x in supers.units]
     # The diagonal of the block's own curvature U⁻¹ U⁻ᵀ weighs the errors while scales are fitted.
-    to_errors = _to_errors(U)
-    tried = candidates(block.t(), to_errors.square().sum(0), unit, format)
-    codes = [torch.stack(column) for column in zip(*tried, strict=True)]
+    codes = candidates(block.t(), to_errors.square().sum(0), unit, format)
     step, *minimum = (c * u for c, u in zip(codes, unit, strict=True))
     shift = minimum[0] - levels(format) * step if minimum else torch.zeros_like(step)
     step = torch.where(step == 0, _HUGE, step)
@@ -578,14 +610,14 @@ def search_codes(
     best = loss.topk(min(shortlist, len(step)), dim=0, largest=False).indices
     step, shift, *codes = (x.gather(0, best) for x in (step, shift, *codes))
     values, errors = round_with_feedback(block, U, step[None], format.element, shift)
-    index = errors.square().sum(0).argmin(0, keepdim=True)
-    own = index.expand(len(block), 1, -1)
+    best = errors.square().sum(0).argmin(0, keepdim=True)
+    index = best.expand(len(block), 1, -1)
     packed = codes[0] + (_CODES * codes[1] if minimum else 0)
-    return values.gather(1, own)[:, 0], errors.gather(1, own)[:, 0], packed.gather(0, index)[0]
+    return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], packed.gather(0, best)[0]
 
 
 def round_block(
-    element: Number, step: Tensor, block: Tensor, start: int, U: Tensor
+    element: Number, step: Tensor, block: Tensor, start: int, U: Tensor, to_errors: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Solves a block of which the grid steps `[in, rows]` are fixed; see `_SolveBlock`."""
     values, errors = round_with_feedback(block, U, step[start : start + len(block), None], element)
@@ -600,6 +632,10 @@ def round_with_feedback(
     Their steps are `[k, candidates, n]`; k may be 1 where all inputs share theirs. `shift` `[candidates, n]` is added
     to weights before they are divided, and subtracted from their values.
     """
+    if block.is_cuda and len(step) == 1 and block.dtype is torch.float32:
+        from quant.kernels.rounding.portable_solvers import feed_back_block
+
+        return feed_back_block(block, U, step[0], element, shift)
     values = block.new_empty(len(block), *step.shape[1:])
     errors = torch.empty_like(values)
     step = step.expand_as(values)
@@ -607,18 +643,18 @@ def round_with_feedback(
         target = block[j]
         if j:
             target = target - (U[:j, j] @ errors[:j].flatten(1)).view(step.shape[1:])
-        if shift is None:
-            values[j] = _nearest(target / step[j], element).mul_(step[j])
-        else:
-            values[j] = _nearest((target + shift) / step[j], element).mul_(step[j]).sub_(shift)
+        shifted = target if shift is None else target + shift
+        torch.mul(_nearest(shifted / step[j], element), step[j], out=values[j])
+        if shift is not None:
+            values[j] -= shift
         torch.sub(target, values[j], out=errors[j]).div_(U[j, j])
     return values, errors
 
 
 def _to_errors(U: Tensor) -> Tensor:
     """Returns U⁻ᵀ, which maps w - q to the errors e."""
-    eye = torch.eye(len(U), dtype=U.dtype, device=U.device)
-    return torch.linalg.solve_triangular(U.t(), eye, upper=False)
+    eye = torch.eye(U.shape[-1], dtype=U.dtype, device=U.device).expand_as(U)
+    return torch.linalg.solve_triangular(U.mT, eye, upper=False)
 
 
 def _nearest(x: Tensor, number: Number) -> Tensor:

@@ -1,6 +1,7 @@
 """Solvers round weights on a GPU in one launch each, where PyTorch needs a dozen or thousands.
 
     solve_nvfp4_window, search_nvfp4_blocks    GPTQ's windows and `local_hessian`'s blocks, with a search for scales
+    feed_back_block                            a block's columns under a few grids, of integers and K-quants too
     fake_quantize_nvfp4                        `formats.tensor.fake_quantize` of inputs
     split_pairs                                float32 matrices as pairs of BF16, for products on tensor cores
     learned_values, learned_gradient           the weight of `autoround` and its straight-through gradient, graph-free
@@ -121,6 +122,47 @@ def solve_fixed_window(
         enable_fp_fusion=True,
     )  # fmt: skip
     return moves
+
+
+_LANES = 64
+
+
+@triton.jit
+def feedback_kernel(
+    block, U, steps, shifts, values, errors, n, lanes, inputs, U_row, U_column, mantissa: tl.constexpr,
+    min_normal: tl.constexpr, lowest: tl.constexpr, largest: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Rounds all inputs of a block in turn; a lane is a row of the weight on one of its grids. Grid: (lanes,)."""
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    valid = lane < lanes
+    step, shift = tl.load(steps + lane, valid, 1.0), 0.0
+    if shifts is not None:
+        shift = tl.load(shifts + lane, valid, 0.0)
+    for j in range(0, inputs):
+        target = tl.load(block + j * n + lane % n, valid, 0.0)
+        for i in range(0, j):
+            target -= tl.load(U + i * U_row + j * U_column) * tl.load(errors + i * lanes + lane, valid, 0.0)
+        value = _nearest(tl.div_rn(target + shift, step), mantissa, min_normal, lowest, largest) * step - shift
+        tl.store(values + j * lanes + lane, value, valid)
+        error = tl.div_rn(target - value, tl.load(U + j * (U_row + U_column)))
+        tl.store(errors + j * lanes + lane, error, valid)
+        tl.debug_barrier()  # the next input may read errors by other threads
+
+
+def feed_back_block(
+    block: Tensor, U: Tensor, step: Tensor, element: Number, shift: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns values and errors `[k, grids, n]` of a block `[k, n]` under steps and shifts `[grids, n]`, as GPTQ's."""
+    inputs, n = block.shape
+    values = torch.empty(inputs, *step.shape, device=block.device, dtype=torch.float32)
+    errors = torch.empty_like(values)
+    launch = cached_launch(
+        feedback_kernel, (triton.cdiv(step.numel(), _LANES),), LANES=_LANES, num_warps=2, lowest=element.min,
+        mantissa=0 if element.is_integer else element.mantissa, min_normal=element.min_normal, largest=element.max,
+    )  # fmt: skip
+    shift = None if shift is None else shift.contiguous()
+    launch(block.contiguous(), U, step.contiguous(), shift, values, errors, n, step.numel(), inputs, *U.stride())
+    return values, errors
 
 
 WIDTH = 16

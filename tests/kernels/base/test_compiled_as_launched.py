@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from compiler import compiled_for
 from slow_cases import quick_cases
 
-from quant.formats.format import FORMATS, INPUT_FORMATS
+from quant.formats.format import FORMATS, INPUT_FORMATS, WEIGHT_FORMATS
 from quant.formats.tensor import quantize
 from quant.kernels.attention import portable_fp8_operands, portable_paged_attention, portable_paged_kv_cache
 from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
@@ -86,6 +86,11 @@ def solve_fixed(name: str, improve: bool, width: int = fixed_scale_solver.FIXED_
         fixed_scale_solver.solve_fixed_window(element, steps, *tensors, 0, improve)
 
 
+def solve_block(name: str, shifted: bool) -> None:
+    block, step, shift = torch.zeros(32, 48), torch.ones(4, 48), torch.ones(4, 48) if shifted else None
+    portable_solvers.feed_back_block(block, torch.eye(32), step, WEIGHT_FORMATS[name].element, shift)
+
+
 def learn() -> None:
     latent, step = torch.zeros(8, 32), torch.ones(8, 2)
     portable_solvers.learned_values(latent, step, step)
@@ -126,6 +131,7 @@ CASES: dict[str, Callable[[], Any]] = {
     **{f"solve {improve}": partial(solve, improve) for improve in (False, True)},
     **{f"solve {name} {improve}": partial(solve_fixed, name, improve) for name, improve in FIXED},
     **{f"solve {name} {improve} by 8": partial(solve_fixed, name, improve, 8) for name, improve in FIXED},
+    **{f"solve block {name}": partial(solve_block, name, name == "q4_k") for name in ("q4_0", "q4_k", "mxfp4")},
     "learn": learn,
     **{f"fake {name} {x.dtype}": partial(
         portable_solvers.fake_quantize_nvfp4, x, torch.tensor(1.0), INPUT_FORMATS[name])

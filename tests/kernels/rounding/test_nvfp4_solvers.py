@@ -64,7 +64,7 @@ def _check_window(device: str) -> None:
     wanted, coupling, uppers = _problem(3, columns)
     second = torch.tensor(SECOND)
     gpu = [t.to(device) for t in (second, wanted, coupling, uppers)]
-    solve = partial(solve_window, lambda block, start, u: search_block(block, u, NVFP4, second, 16))
+    solve = partial(solve_window, lambda block, start, u, _: search_block(block, u, NVFP4, second, 16), None)
 
     def both(found: list[torch.Tensor], improve: bool) -> list[list[torch.Tensor]]:
         answers = []
