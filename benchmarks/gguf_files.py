@@ -70,7 +70,8 @@ def main(
         texts = {name: tokens[stored][:rows].long() for name, stored in names.items()}
     else:
         if mixture:
-            calibration, _ = mixture_rows(source.model, tokenizer, Session(), samples=calibration_rows, seqlen=512)
+            session = Session.on(device)
+            calibration, _ = mixture_rows(source.model, tokenizer, session, samples=calibration_rows, seqlen=512)
         else:
             calibration = page_rows(DATA / "calibration.txt", tokenizer, calibration_rows)
         texts = {
