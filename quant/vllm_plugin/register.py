@@ -55,7 +55,7 @@ def register() -> None:
             _log.info("Blockscale: %s may take our kernels", ", ".join(offered))
         for part, reason in refused.items():
             _log.warning("Blockscale: vLLM %s keeps its own %s: %s", vllm_version(), part.replace("_", " "), reason)
-        if offered and vllm_version().rpartition(".")[0] not in RAN:
+        if offered and ".".join(vllm_version().split(".")[:2]) not in RAN:
             _log.info("Blockscale: not yet run in vLLM %s on a GPU, only in %s", vllm_version(), ", ".join(RAN))
 
 

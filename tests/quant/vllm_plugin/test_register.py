@@ -23,7 +23,7 @@ from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.vllm_plugin import register
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, capability: Any = (9, 0)) -> None:
+def stand_in(monkeypatch: pytest.MonkeyPatch, capability: Any = (9, 0), version: str = "0.26.0") -> None:
     """A vLLM that has a version and a platform and nothing else: whatever else is asked for fails."""
     platform = SimpleNamespace(
         is_cuda=lambda: capability is not None, device_name="cpu", get_device_capability=lambda: capability
@@ -31,7 +31,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, capability: Any = (9, 0)) -> None:
     envs = ModuleType("vllm.envs")
     envs.environment_variables = {}
     modules: dict[str, dict[str, Any]] = {
-        "vllm": {"__version__": "0.26.0", "envs": envs}, "vllm.platforms": {"current_platform": platform},
+        "vllm": {"__version__": version, "envs": envs}, "vllm.platforms": {"current_platform": platform},
         "vllm.envs": vars(envs),
     }  # fmt: skip
     for name, fields in modules.items():
@@ -77,6 +77,23 @@ def test_a_variable_of_the_environment_switches_it_off(
     assert [record.message for record in caplog.records] == ["Blockscale: BLOCKSCALE_VLLM=0 leaves vLLM as it is"]
 
 
+@pytest.mark.parametrize(
+    ("version", "untried"),
+    [("0.33.0", False), ("0.33.2", False), ("0.33.0.post1", False), ("0.30.1", True), ("0.34.0rc1.dev3+g12ab", True)],
+)
+def test_a_release_that_never_ran_on_a_gpu_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str, untried: bool
+) -> None:
+    stand_in(monkeypatch, version=version)
+    monkeypatch.setattr(register, "has_triton", lambda: True)
+    monkeypatch.setattr(register, "install", lambda: (["linear layers"], {}))
+    with caplog.at_level(logging.INFO):
+        register.register()
+    line = f"Blockscale: not yet run in vLLM {version} on a GPU, only in 0.26, 0.29, 0.33"
+    said = [record.message for record in caplog.records]
+    assert said == ["Blockscale: linear layers may take our kernels", *[line] * untried]
+
+
 def test_the_entry_point_of_the_package_is_this_function() -> None:
     import tomllib
 
@@ -97,6 +114,20 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> Any:
     # vLLM imports it where there is a GPU.
     monkeypatch.setattr(flash_attn, "reshape_and_cache_flash", reshape_and_cache_flash, raising=False)
     return SimpleNamespace(linear=linear_kernels, experts=fused_experts, mxfp4=mxfp4_experts, fp8=fp8_experts)
+
+
+def test_options_of_vllm_on_its_page_are_options_of_this_vllm(vllm: Any) -> None:
+    from samples import ROOT
+    from vllm.engine import arg_utils
+
+    def words(*paths: Path) -> set[str]:
+        return {word for path in paths for word in re.findall(r"--[a-z][a-z0-9-]+", path.read_text(encoding="utf-8"))}
+
+    ours = words(*(ROOT / "quant/cli").glob("*.py"), *(ROOT / "benchmarks").glob("vllm_*.py"))
+    named = words(ROOT / "docs/vllm.md", ROOT / "docs/vllm-speed.md") - ours
+    source = inspect.getsource(arg_utils)
+    assert named >= {"--kv-cache-dtype", "--linear-backend", "--moe-backend", "--attention-backend"}
+    assert [option for option in sorted(named) if f'"{option}"' not in source] == []
 
 
 def classes(vllm: Any) -> list[type]:
