@@ -110,9 +110,11 @@ class OnnxruntimeSession:
         self._dtypes = {name: _DTYPES[inputs[name].type] for name in names}
         self.recurrent = any(name.removeprefix("past_").partition(".")[0] in STATES for name in names)
         self._caches: dict[str, onnxruntime.OrtValue] = {}
-        metadata = self._session.get_modelmeta().custom_metadata_map
         self.dtype = next(self._dtypes[name] for name in names if "state" not in name)
-        self.capacity = int(metadata[CAPACITY_KEY])
+        metadata = self._session.get_modelmeta().custom_metadata_map
+        # Models of recurrent layers alone have no keys.
+        keys = (shape[1] for name, shape in self._shapes.items() if name.startswith("past_key."))
+        self.capacity = next(keys, None) or int(metadata[CAPACITY_KEY])
         self.plan = metadata.get(PLAN_KEY, "")
         where = "CPU" if gpu is None else torch.cuda.get_device_name(gpu)
         self.backend = f"onnxruntime {onnxruntime.__version__}, {where}"

@@ -594,11 +594,12 @@ def _digests(model: Any, folder: Path) -> dict[str, str]:
 
 def _tensor_bytes(tensor: Any, folder: Path) -> Any:
     """Returns the numbers of an initializer as bytes; those in a file of their own are mapped."""
-    where = {entry.key: entry.value for entry in tensor.external_data}
-    if not where:
+    if tensor.data_location != tensor.EXTERNAL:  # whatever `external_data` names then is not read
         return tensor.raw_data or require("onnx", "onnx").numpy_helper.to_array(tensor).tobytes()
-    offset, length = int(where.get("offset", 0)), int(where["length"])
-    return np.memmap(folder / where["location"], np.uint8, "r", offset, (length,)) if length else b""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    path, offset = folder / where["location"], int(where.get("offset", 0))
+    length = int(where.get("length", path.stat().st_size - offset))
+    return np.memmap(path, np.uint8, "r", offset, (length,)) if length else b""
 
 
 def _block_size(node: Any) -> int:

@@ -30,6 +30,7 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.export.engines.check_engine import check_engine  # noqa: E402 -- needs onnx
+from quant.export.onnx.engine_session import OnnxruntimeSession  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import tracer_versions  # noqa: E402 -- as above
 from quant.export.tensorrt import rebuild  # noqa: E402 -- as above
 from quant.export.tensorrt.rebuild import audit_onnx  # noqa: E402 -- as above
@@ -367,6 +368,38 @@ def test_a_right_file_does_not_fail(
     runs = kind not in ("bert", "resnet") and format != "nvfp4" and "inputs" not in options
     runs = runs and options.get("capacity") != 0
     assert checked.passed is (True if runs else None), checked
+
+
+def test_numbers_are_those_that_a_runtime_reads(
+    files: Any, exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a tensor lies is said by `data_location`, whatever else names a file; a length may be left out there."""
+    checkpoint, out = files("llama-64", "int4a16_g32", "fp32")
+    monkeypatch.setattr(rebuild, "_exported_again", exports)
+    path, inside = tmp_path / "model.onnx", Graph(out / "model.onnx").tensors
+    onnx.save(onnx.load(out / "model.onnx"), path, save_as_external_data=True, location="numbers")
+    model = onnx.load(path, load_external_data=False)
+    outside = [tensor for tensor in model.graph.initializer if tensor.external_data]
+    last = max(outside, key=lambda tensor: int(tensor.external_data[1].value))
+    assert [entry.key for entry in last.external_data] == ["location", "offset", "length"]
+    del last.external_data[2]
+    onnx.save(model, path)
+    assert check_engine(path, checkpoint).passed
+    last.raw_data, last.data_location = inside[last.name].raw_data, onnx.TensorProto.DEFAULT
+    onnx.save(model, path)
+    assert check_engine(path, checkpoint).passed
+    last.raw_data = bytes([last.raw_data[0] ^ 1]) + last.raw_data[1:]
+    onnx.save(model, path)
+    checked = check_engine(path, checkpoint)
+    assert checked.passed is False and [row.found for row in checked.audit] == ["other numbers"]
+
+
+@pytest.mark.parametrize("capacity", ["64", "4096"])
+def test_the_capacity_is_that_of_the_caches(files: Any, tmp_path: Path, capacity: str) -> None:
+    graph = Graph(files("llama-64", "int4a16_g32", "fp32")[1] / "model.onnx")
+    next(entry for entry in graph.model.metadata_props if entry.key == "blockscale.capacity").value = capacity
+    onnx.save(graph.model, tmp_path / "model.onnx")
+    assert OnnxruntimeSession(tmp_path / "model.onnx").capacity == 128
 
 
 def test_a_file_of_another_processor_is_run_alone(
