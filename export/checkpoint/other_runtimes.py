@@ -20,12 +20,10 @@ import json
 import logging
 import math
 import re
-import sys
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -283,39 +281,6 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         )
 
 
-_imports: list[Thread] = []
-
-
-def import_for_trial() -> None:
-    """Imports the package that `trial_load` needs, in a thread that it waits for.
-
-    With PyTorch 2.11, compressed-tensors imports torch.compile's backend, which takes 4 s. Weights are solved in
-    parallel; without the thread, the end of a run would wait for it.
-    """
-
-    def run() -> None:
-        with contextlib.suppress(Exception):  # the trial imports it again, and reports the error
-            require(_PEER, "hf")
-
-    if importlib.util.find_spec(_PEER) is not None:
-        _imports.append(Thread(target=run, name="import"))
-        _imports[-1].start()
-
-
-def hold_device_guard() -> None:
-    """Has this thread, and not that of the trial, own PyTorch's stand-in for CUDA on a machine without a GPU.
-
-    A CUDA build makes the stand-in when a thread first enters `FakeTensorMode`, as torch.compile and torch.export do;
-    compressed-tensors 0.17 compiles while it loads. All threads use it from then on, but PyTorch 2.11 frees it when
-    that thread ends: later, a backward pass or another compilation would end in a segmentation fault (pytorch#178950).
-    """
-    if torch.backends.cuda.is_built() and not torch.cuda.is_available():
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        with FakeTensorMode():
-            pass
-
-
 @dataclass(frozen=True)
 class Trial:
     """What `from_pretrained` without options, and `generate` after it, do with a checkpoint in transformers."""
@@ -357,8 +322,6 @@ def trial_load(
     loadable = hasattr(type(model), "from_pretrained") and importlib.util.find_spec(_PEER) is not None
     if not loadable or (dist.is_available() and dist.is_initialized()):
         return None
-    while _imports:  # two threads that import parts of one package at a time can find it half imported
-        _imports.pop().join()
     library = require("transformers", "hf")
     runtime = f"transformers {library.__version__}"
     # The layout's tensors without their data; an empty tensor stays empty.
@@ -577,11 +540,7 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: A
         others = {_BLOCK.sub(other, name, count=1) for name, match in matches for other in twins.get(match[0], ())}
         return tried | others
 
-    # compressed-tensors packs tensors of the meta device by functions that it gives to torch.compile: compiling them
-    # took 4 s of the end of a run. Whoever has called torch.compile has imported its front end, which takes a second.
-    has_compiler = "torch._dynamo" in sys.modules
-    eager = torch.compiler.set_stance("force_eager") if has_compiler else contextlib.nullcontext()
-    with huggingface.quiet(), _silence(), eager:
+    with huggingface.quiet(), _silence():
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(

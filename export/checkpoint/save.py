@@ -271,7 +271,6 @@ def write_model(
             pipelines.write_config(temporary, model, compressed_tensors.quantization_config(plan, names))
         # The trial needs names and shapes only, and so runs while the weights are written. Tensors that were carried
         # over, and prediction heads, are not compared: transformers ignores them.
-        other_runtimes.hold_device_guard()
         with ThreadPoolExecutor(1, thread_name_prefix="trial") as thread:
             loading = None
             if of_transformers:

@@ -48,7 +48,7 @@ from quant.evaluation.tasks import held_out_task
 from quant.export.checkpoint.carry_over import head_weights
 from quant.export.checkpoint.files.compressed_tensors import check_plan
 from quant.export.checkpoint.files.names import stored_names
-from quant.export.checkpoint.other_runtimes import check_experts, import_for_trial
+from quant.export.checkpoint.other_runtimes import check_experts
 from quant.export.gguf.export_gguf import check_gguf, stored_vocabulary, vocabulary
 from quant.formats.format import FORMATS
 from quant.generate.quantized_attention import quantized_attention
@@ -240,8 +240,6 @@ def for_budget(job: Job, goal: Goal) -> Decision:
         )
     with job.stages() as (staged, _):
         rows, records, held_out = _rows(staged, goal)
-        if job.tries_loading:
-            import_for_trial()  # the choice takes longer than solving, which may not be long enough to import it
         caches = {}
         if request.kv_bits is not None:
             bits = None if request.kv_bits == KV_AUTO else float(request.kv_bits)

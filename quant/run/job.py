@@ -33,7 +33,7 @@ from quant.calibration.walk.choose_transform import CHOICE, choose_transform, ex
 from quant.calibration.walk.expected_time import expected_time, time_of_rows
 from quant.calibration.walk.solve import check_solvable
 from quant.formats.tensor import BlockScaledTensor
-from quant.models.files import SourceKind, spot_hash
+from quant.models.files import spot_hash
 from quant.models.open_model import Source
 from quant.models.stored_weights import read_stored, stored_in
 from quant.recipes.plan import Plan, groups_of
@@ -56,12 +56,6 @@ class Job:
     def model(self) -> nn.Module:
         """The model, unless the source is a bare state dict."""
         return self.source.module
-
-    @property
-    def tries_loading(self) -> bool:
-        """Whether transformers is to load the checkpoint on trial."""
-        is_directory = self.request.out is not None and not self.request.is_gguf
-        return is_directory and self.source.kind == SourceKind.HUGGINGFACE
 
     @contextmanager
     def stages(self) -> "Iterator[tuple[Job, StageProgress]]":

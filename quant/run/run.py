@@ -53,7 +53,6 @@ from quant.evaluation.evaluation import (
     fingerprint,
     output_errors,
 )
-from quant.export.checkpoint import other_runtimes
 from quant.export.checkpoint.files.directory import check_room
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.save import Destination, attach, save_state_dict, write_model
@@ -222,8 +221,6 @@ def solve(job: Job, decision: Decision, progress: StageProgress) -> SolvedModel:
         job.seconds["solve"] = time.perf_counter() - started
         return SolvedModel(plan, layers, sum(tensor.nbytes for tensor in tensors.values()), tensors=solved)
     session = job.session
-    if job.tries_loading:
-        other_runtimes.import_for_trial()
     # Before solving, which replaces parameters one by one.
     bytes_before = sum(parameter.nbytes for parameter in job.model.parameters())
     quantized = None if decision.allocation is None else decision.allocation.quantized
