@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
-from quant.base.errors import UserError, did_you_mean, listed, option
+from quant.base.errors import UserError, did_you_mean, listed, option, warn
 from quant.export.checkpoint.files.tensor_file import DTYPE_NAMES
 from quant.models.files import SourceKind, safetensors_file
 from quant.models.quantized_tensors import refuse_packed
@@ -115,7 +115,7 @@ def open_safetensors(path: Path, dtype: torch.dtype | None, meta: bool) -> LazyS
 
     def read(name: str) -> Tensor:
         part = file.get_slice(name)
-        if part.get_dtype().startswith(("F4", "F6")):
+        if part.get_dtype().startswith(("F4", "F6_")):
             raise UserError(f"{path}: {name} has dtype {part.get_dtype()}, packed already; give the original model")
         if not meta:
             return file.get_tensor(name)
@@ -288,10 +288,14 @@ def load_pickle(
     """Returns the module or the state dict in a `torch.save` file, exactly one; `unsafe` admits more than tensors."""
     content = _unpickle(path, unsafe)
     while isinstance(content, Mapping):  # a training checkpoint {"model": …, "optimizer": …}
-        inner = next((content[k] for k in _CHECKPOINT_KEYS if isinstance(content.get(k), Mapping | nn.Module)), None)
-        if inner is None:
+        key = next((k for k in _CHECKPOINT_KEYS if isinstance(content.get(k), Mapping | nn.Module)), None)
+        if key is None:
             break
-        content = inner
+        outer, content = content, content[key]
+        names = set(content) if isinstance(content, Mapping) else set()
+        alike = [str(k) for k, v in outer.items() if k != key and isinstance(v, Mapping) and names and set(v) == names]
+        if alike:  # averages (EMA) beside the weights
+            warn(f"{path}: its {key!r} is read, not {listed(alike, 3)} of the same names; save what you want by itself")
     if isinstance(content, nn.Module):
         return (content.to("meta") if meta else content).to(dtype).eval(), None
     if not isinstance(content, Mapping):
@@ -301,6 +305,8 @@ def load_pickle(
         fault = f"{', '.join(not_tensors[:3])} is not a tensor" if not_tensors else "it is empty"
         raise UserError(f"{path}: not a state dict ({fault}); save model.state_dict(), or wrap it as 'state_dict'")
     tensors = {str(name): tensor.detach() for name, tensor in content.items()}
+    if sparse := next((name for name, tensor in tensors.items() if tensor.layout != torch.strided), None):
+        raise UserError(f"{path}: {sparse} is sparse ({tensors[sparse].layout}); save its to_dense() in its place")
     refuse_packed(path, {name: DTYPE_NAMES.get(tensor.dtype, "") for name, tensor in tensors.items()})
     if meta:
         tensors = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}

@@ -892,3 +892,30 @@ def test_files_of_llama_cpp_that_hold_no_model(tmp_path: Path, kind: str, archit
     path.write_bytes(path.read_bytes()[:4] + b"\1\0\0\0" + path.read_bytes()[8:])
     with pytest.raises(ValueError, match=re.escape(f"{path}: GGUF of version 1")):
         quant.open_model(path)
+
+
+def test_weights_of_64_bit_are_not_called_packed(tmp_path: Path) -> None:
+    """`F64` begins as the packed `F6_E2M3` does."""
+    weight = torch.randn(8, 16, dtype=torch.float64)
+    save_file({"w.weight": weight}, tmp_path / "w.safetensors")
+    assert torch.equal(open_model(tmp_path / "w.safetensors").state_dict["w.weight"], weight)
+
+
+@pytest.mark.parametrize("key", ["model", "state_dict"])
+def test_a_training_checkpoint_says_which_of_its_models_is_read(key: str, tmp_path: Path) -> None:
+    state, averages = ({"0.weight": torch.full((16, 16), value)} for value in (1.0, 2.0))
+    torch.save({"ema": averages, key: state, "optimizer": {"state": {}}}, tmp_path / "both.pt")
+    with pytest.warns(UserWarning, match=rf"both\.pt: its '{key}' is read, not ema of the same names; save what you"):
+        assert torch.equal(open_model(tmp_path / "both.pt").state_dict["0.weight"], state["0.weight"])
+    torch.save(averages, tmp_path / "one.pt")  # as it advises
+    with warnings.catch_warnings(action="error"):
+        assert torch.equal(open_model(tmp_path / "one.pt").state_dict["0.weight"], averages["0.weight"])
+
+
+def test_a_sparse_tensor_is_named_and_its_dense_form_works(tmp_path: Path) -> None:
+    dense = torch.eye(16)
+    torch.save({"0.weight": dense.to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(UserError, match=r"0\.weight is sparse \(torch\.sparse_coo\); save its to_dense\(\)"):
+        open_model(tmp_path / "sparse.pt")
+    torch.save({"0.weight": dense.to_sparse().to_dense()}, tmp_path / "dense.pt")
+    assert torch.equal(open_model(tmp_path / "dense.pt").state_dict["0.weight"], dense)
