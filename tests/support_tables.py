@@ -62,7 +62,7 @@ from quant.recipes.recipe import get_recipe
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "data" / "support.json"
 VLLM = [ROOT / "benchmarks" / "data" / f"vllm_presets_{release}.json" for release in ("0.26", "0.29")]
-SPEED = ROOT / "benchmarks" / "data" / "onnx_decoders.json"
+SPEED, SPEED_CUDA = (ROOT / "benchmarks" / "data" / f"{name}.json" for name in ("onnx_decoders", "onnx_cuda"))
 README, FORMATS_PAGE, ENGINES_PAGE = (ROOT / name for name in ("README.md", "docs/formats.md", "docs/engines.md"))
 PRESETS = (
     "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8",
@@ -429,14 +429,18 @@ def _verdict(found: Mapping[str, Any], runtime: str, format: str) -> str:
     assert cell.verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN) or is_near, (runtime, format, cell)
     if cell.verdict == REFUSED:
         return "–"
-    times = _times_fp32().get(format) if runtime == "onnxruntime" else None
-    return ", ".join(filter(None, (cell.verdict, cell.runs_in, times and f"{times:.2f}× FP32")))
+    times, wide = _times().get((runtime, format), 0), "FP32" if runtime == "onnxruntime" else "FP16"
+    return ", ".join(filter(None, (cell.verdict, cell.runs_in, times and f"{times:.2f}× {wide}")))
 
 
 @cache
-def _times_fp32() -> dict[str, float]:
-    """How many tokens a second SmolLM2 writes in onnxruntime for each of the file in FP32, by format."""
-    return {_TIMED[row["file"]]: row["times FP32"] for row in _timed() if row["file"] in _TIMED}
+def _times() -> dict[tuple[str, str], float]:
+    """How many tokens a second SmolLM2 writes in onnxruntime for each of the file in 32 or 16 bit."""
+    times = {("onnxruntime", _TIMED[row["file"]]): row["times FP32"] for row in _timed() if row["file"] in _TIMED}
+    rows = json.loads(SPEED_CUDA.read_text(encoding="utf-8"))["rows"]
+    steps = {row["run"].removeprefix("onnxruntime, "): row["ms a token"] for row in rows}
+    times |= {("onnxruntime-gpu", _TIMED[file]): steps["FP16"] / step for file, step in steps.items() if file in _TIMED}
+    return times
 
 
 def _timed() -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import serving_samples
+import tiny_models
 import torch
 from onnx_samples import relative_error
 from slow_cases import quick_cases
@@ -91,6 +92,21 @@ def test_an_older_onnxruntime_gets_the_file_without_the_input_that_it_lacks(
     older._gpu = torch.device("cuda", 0)  # whose provider reads no chunks of several rows
     with pytest.raises(UserError, match="prompts of several rows whole, and not in chunks"):
         older.step(np.zeros((2, 3), np.int64), np.array([4, 0]), np.array([2, 2]))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_experts_in_low_bits_stay_on_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CUDA provider of 1.31 refuses their scales in FP32, and computes something else with scales in FP16."""
+    done = quant.quantize(tiny_models.qwen3_moe(), "int4a16_g32", torch.randint(0, 64, (4, 24)), solver="rtn")
+    path = write_onnx(done.model, tmp_path / "m.onnx", capacity=32, runtime="onnxruntime", plan=done.plan)
+    monkeypatch.setattr("onnxruntime.__version__", "1.31.1")
+    with pytest.raises(UserError) as refused:
+        loaded(path, gpu=torch.device("cuda", 0))
+    assert str(refused.value) == (
+        "m.onnx: the CUDA provider of onnxruntime before 1.32 does not run experts in INT4 or INT8; pass "
+        'device="cpu", or quantize them in fp8@16bit'
+    )
+    assert loaded(path).get_providers() == ["CPUExecutionProvider"]
 
 
 @pytest.mark.filterwarnings("ignore:Specified provider")
