@@ -478,8 +478,11 @@ def _unread_layers(layers: Collection[LayerPlan], runtime: str, outcome: str) ->
     return f"{subject} quant.load: {runtime} takes a {noun} in 16 bit only, and {outcome}"
 
 
-def check_read_back(directory: Path, model: nn.Module) -> None:
-    """Reads a checkpoint's names and single numbers as `quant.load` does; UserError if that fails."""
+def check_read_back(directory: Path, model: nn.Module) -> list[str]:
+    """Reads a checkpoint's names and single numbers as `quant.load` does, and returns warnings; UserError if it fails.
+
+    `model.bfloat16()` casts buffers that no checkpoint stores (RoPE's frequencies); a loaded model has them in float32.
+    """
     cls: Any = type(model)
     # The Python files of a model that has its own would run from the directory only if the user trusted them again.
     has_own_code = not cls.__module__.startswith("transformers.") and getattr(cls, "config_class", None) is not None
@@ -497,6 +500,15 @@ def check_read_back(directory: Path, model: nn.Module) -> None:
             f"{cls.__name__}: the checkpoint could not be read back, because transformers names or joins its tensors "
             f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with {option('exclude')}"
         ) from error
+    own, stored = dict(model.named_buffers()), built.state_dict().keys()
+    for name, buffer in built.named_buffers():
+        if name in own and name not in stored and (now := own[name].dtype).itemsize < buffer.dtype.itemsize:
+            return [
+                f"{name} is {now} in this model and {buffer.dtype} in the loaded one, whose outputs will differ: .to() "
+                f"or a method such as .bfloat16() has cast it; build the model with from_pretrained(…, dtype={now}) or "
+                f"from_config(…, dtype={now}) instead"
+            ]
+    return []
 
 
 def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | None:

@@ -284,10 +284,10 @@ def write_model(
         trial = None
         if loading is not None:
             # After the trial, not during it: building a model on the meta device replaces functions of PyTorch.
-            other_runtimes.check_read_back(temporary, model)
+            cast = other_runtimes.check_read_back(temporary, model)
             if (trial := loading.result()) is not None:
                 messages = trial.heeded(temporary, messages)
-            messages += carried_note(model, names, destination.source)
+            messages += cast + carried_note(model, names, destination.source)
         _write_companions(model, tokenizer, temporary, destination.source)
         if finish is not None:
             finish(temporary, hashes, messages)

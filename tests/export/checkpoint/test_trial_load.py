@@ -4,6 +4,7 @@ import copy
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_models
@@ -39,6 +40,25 @@ def test_a_good_checkpoint_has_nothing_to_tell(saved: tuple[quant.Quantized, Pat
     done, out = saved
     check_read_back(out, done.model)
     assert trial_load(out, done.model, done.plan, load_file(out / "model.safetensors")) == Trial()
+
+
+def test_a_cast_of_what_is_not_stored_is_told(tmp_path: Path) -> None:
+    """`.bfloat16()` casts RoPE's frequencies, which a loaded model computes in FP32; the advised way does not."""
+    config, rows = tiny_models.llama().config, torch.arange(3, 35)[None]
+
+    def apart(model: Any) -> bool:
+        done, out = quant.quantize(model.eval(), "fp8_channel"), tmp_path / str(model.model.rotary_emb.inv_freq.dtype)
+        quant.save(done.model, done.plan, out)
+        with torch.no_grad():
+            return not torch.equal(quant.load(out)(rows).logits, done.model(rows).logits)
+
+    cast = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).bfloat16()
+    with pytest.warns(
+        UserWarning, match=r"inv_freq is torch\.bfloat16 in this.*or from_config\(…, dtype=torch\.bfloat16"
+    ):
+        assert apart(cast)
+    with warnings.catch_warnings(action="error"):
+        assert not apart(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
 
 
 def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, Path]) -> None:
@@ -174,8 +194,9 @@ def test_experts_in_16_bit_have_the_names_of_the_original(tmp_path: Path) -> Non
 def test_what_transformers_does_not_load_is_unpacked_as_it_reads_or_told(tmp_path: Path) -> None:
     """Its weight initialisation reads `.weight` of layers that hold packed codes."""
     sizes = {k: v for k, v in tiny_models.DECODER.items() if k != "intermediate_size"}
-    model = tiny_models.build("Falcon", "ForCausalLM", {**sizes, "new_decoder_architecture": True}, gain=3)
-    twin, ids = copy.deepcopy(model.bfloat16()), torch.arange(8)[None]
+    options = {"gain": 3, "dtype": torch.bfloat16}
+    model = tiny_models.build("Falcon", "ForCausalLM", {**sizes, "new_decoder_architecture": True}, **options)
+    twin, ids = copy.deepcopy(model), torch.arange(8)[None]
     done = quant.quantize(model, "nvfp4a16")
     with warnings.catch_warnings(action="error", category=UserWarning):
         quant.save(done.model, done.plan, tmp_path / "unpacked")
