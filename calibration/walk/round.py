@@ -35,9 +35,8 @@ from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branc
 from quant.calibration.solvers.registry import get_pipeline, with_supported_solver
 from quant.calibration.solvers.solve_group import all_solved, solve_group
 from quant.calibration.statistics import LayerStats, rows_of
-from quant.calibration.walk.block import Block
+from quant.calibration.walk.block import Block, Group, Solved, StandIn, weight_of
 from quant.calibration.walk.collect import InputNotFiniteError
-from quant.calibration.walk.group import Group, Solved, StandIn, weight_of
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
 from quant.calibration.walk.transform import (
     choose_channels,

@@ -36,10 +36,10 @@ from quant.calibration.solvers.rotation import rotate_weight
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats
 from quant.calibration.texts.mixture import lacks_data, mixed_text, solver_needs_data, with_calibration
+from quant.calibration.walk.block import Settings, Solved, stacked
 from quant.calibration.walk.block_memory import Scratch, block_bytes
 from quant.calibration.walk.collect import input_scales_of, observer_of, window_stats
 from quant.calibration.walk.finished_layers import BlockKeeper, keep_layers, put_back
-from quant.calibration.walk.group import Settings, Solved, stacked
 from quant.calibration.walk.transform import widened_weight
 from quant.calibration.walk.undo import restored_on_error
 from quant.calibration.walk.walk import BlockStore, solve_sequentially

@@ -21,9 +21,8 @@ from quant.calibration.solvers.interfaces import SAMPLED_TOKENS, GroupInputs
 from quant.calibration.solvers.lowrank import LossMetric
 from quant.calibration.solvers.rotation import rotate_weight, rotation_block
 from quant.calibration.statistics import round_activation, static_input_scale
-from quant.calibration.walk.block import Block
+from quant.calibration.walk.block import Block, Group, weight_of
 from quant.calibration.walk.collect import NeverCalledError
-from quant.calibration.walk.group import Group, weight_of
 from quant.formats.format import E4M3
 from quant.formats.tensor import moved
 from quant.recipes.blocks import in_float64

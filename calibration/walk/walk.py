@@ -61,10 +61,9 @@ from quant.calibration.solvers.replay import replaying
 from quant.calibration.solvers.rotation import merge_rotations
 from quant.calibration.solvers.solve_group import all_solved
 from quant.calibration.texts.rows import check_ids, trial_rows
-from quant.calibration.walk.block import Block, BlockCalls
+from quant.calibration.walk.block import Block, BlockCalls, FusedExperts, Group, Settings, Solved, gather, weight_of
 from quant.calibration.walk.block_memory import Scratch, reporting_block
 from quant.calibration.walk.collect import reporting_bad_tensor
-from quant.calibration.walk.group import FusedExperts, Group, Settings, Solved, gather, weight_of
 from quant.calibration.walk.learned_rotation import merge_learned_rotation
 from quant.calibration.walk.round import observe, observe_and_sum, round_siblings, sibling_groups, solve_siblings
 from quant.calibration.walk.transform import choose_channels, fix_input_scales, rotate, scale_inputs

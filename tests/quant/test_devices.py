@@ -29,7 +29,7 @@ from quant.calibration.outputs.gradients import OutputMoments
 from quant.calibration.session import Session, find_device, placed
 from quant.calibration.texts.mixture import mixed_text
 from quant.calibration.walk import learned_rotation
-from quant.calibration.walk.group import Settings
+from quant.calibration.walk.block import Settings
 from quant.calibration.walk.walk import BlockStore, ModelWalk
 from quant.evaluation.evaluate import evaluate
 from quant.kernels.linear.experts import QuantExperts

@@ -20,7 +20,7 @@ from quant.calibration.observers import get_observer
 from quant.calibration.solvers.registry import get_pipeline
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSum, pooled_stats, round_activation
-from quant.calibration.walk.group import Settings
+from quant.calibration.walk.block import Settings
 from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
 from quant.formats.format import FORMATS

@@ -19,8 +19,8 @@ from quant.calibration.session import Session, Store
 from quant.calibration.solvers.gptq import Gptq
 from quant.calibration.statistics import LayerStats, MomentSum
 from quant.calibration.walk import shared_moments
+from quant.calibration.walk.block import Settings, Solved
 from quant.calibration.walk.block_memory import IN_MEMORY, Scratch, block_bytes
-from quant.calibration.walk.group import Settings, Solved
 from quant.calibration.walk.walk import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.recipes.layers import LayerKind, find_layers

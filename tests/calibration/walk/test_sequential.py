@@ -24,7 +24,7 @@ from quant.calibration.solvers.interfaces import GroupInputs, sampled
 from quant.calibration.solvers.registry import TRANSFORMS, get_pipeline
 from quant.calibration.solvers.solve_group import solve_group
 from quant.calibration.statistics import LayerStats, MomentSpread, shrink, static_input_scale
-from quant.calibration.walk.group import Settings, Solved
+from quant.calibration.walk.block import Settings, Solved
 from quant.calibration.walk.walk import solve_sequentially
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, round_activation

@@ -13,7 +13,7 @@ from torch import nn
 
 import quant
 from quant.calibration.statistics import MomentSum
-from quant.calibration.walk.group import FusedExperts
+from quant.calibration.walk.block import FusedExperts
 from quant.calibration.walk.transform import _scale_gradients
 from quant.kernels.linear.experts import experts_forward
 from quant.recipes.layers import LayerKind
