@@ -156,7 +156,9 @@ def choose_transforms(job: Job, decision: Decision) -> Decision:
     """Returns the decision with the transform of 4-bit inputs that loses least on the model, where an effort chose."""
     if not decision.tries_transforms or decision.data is None:
         return decision
+    started = time.perf_counter()
     plan = choose_transform(job.model, decision.plan, decision.data, job.session)
+    job.seconds["transform"] = time.perf_counter() - started
     if (choice := plan.provenance.get(CHOICE)) is not None:
         if "why" in choice:
             text = f"{choice['solver']}, without a comparison of transforms: {choice['why']}"

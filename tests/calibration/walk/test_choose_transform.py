@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -104,6 +105,13 @@ def test_a_run_tells_its_choice_and_counts_its_time() -> None:
     assert any(f"takes {record['solver']}: gptq lost {record['lost']['gptq']:g}, awq:merge" in line for line in said)
     assert any("to choose a transform, " in line for line in said)
     assert {layer.solver for layer in plan.quantized} == {record["solver"]}
+
+
+def test_the_time_of_a_run_names_its_choice(tmp_path: Path) -> None:
+    llama(num_hidden_layers=1).save_pretrained(tmp_path / "model")
+    outcome = run(Request(tmp_path / "model", recipe="nvfp4", data=ROWS, effort=2, out=tmp_path / "out"), Sentences())
+    assert outcome.report is not None
+    assert list(outcome.report.seconds) == ["load", "transform", "solve", "write"]
 
 
 def test_what_is_named_is_taken_as_it_is() -> None:
