@@ -185,6 +185,10 @@ def check_sources(names: Sequence[str], named: str, *, measured: bool = False) -
         stem = re.sub(r"(\.safetensors):[^/]*$", r"\1", name)
         if not name.startswith("hf:") and not any(Path(path).exists() for path in (name, stem, name.partition("#")[0])):
             shown = f'{named}"{name}"' if named.endswith("=") else f"{named} {name}"  # a parameter, or an option
+            parts = re.split(r"[,;\s]+", name)
+            if len(parts) > 1 and all(Path(part).exists() for part in parts):
+                each = f"a list of the {len(parts)}" if named.endswith("=") else " ".join(f"{named} {p}" for p in parts)
+                raise UserError(f"{shown}: names {len(parts)} files at once; give {each}")
             raise UserError(f"{shown}: no such file or directory{near_file(name, () if measured else WRITTEN)}")
         try:
             check_corpus(name)

@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from samples import TEXTS
 
+from quant.base.errors import UserError
 from quant.calibration.texts.rows import token_rows
+from quant.calibration.texts.sources import check_sources
 
 
 class Letters:
@@ -140,3 +142,16 @@ def test_bad_ids(tmp_path: Path, text: Path) -> None:
     (tmp_path / "cut.safetensors").write_bytes((tmp_path / "cut.safetensors").read_bytes()[:-8])
     with pytest.raises(ValueError, match=r"cut.safetensors: not a complete safetensors file"):
         token_rows(tmp_path / "cut.safetensors", None, samples=1, seqlen=1)
+
+
+@pytest.mark.parametrize("between", [",", ", ", " ", ";"])
+def test_files_joined_in_one_argument_are_given_apart(between: str, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("words", encoding="utf-8")
+    joined = between.join(map(str, files))
+    with pytest.raises(UserError, match=f"names 2 files at once; give --calib {files[0]} --calib {files[1]}$"):
+        check_sources([joined], "--calib")
+    with pytest.raises(UserError, match=r"give a list of the 2$"):
+        check_sources([joined], "data=")
+    check_sources([str(file) for file in files], "--calib")  # as it advises
