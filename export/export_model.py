@@ -35,7 +35,13 @@ from quant.calibration.session import Session
 from quant.calibration.texts import sources
 from quant.export.aoti.package import export_aoti, export_aoti_decoder, find_device
 from quant.export.checkpoint.convert import convert
-from quant.export.checkpoint.files.directory import check_apart, check_destination, check_parents, new_directory
+from quant.export.checkpoint.files.directory import (
+    check_apart,
+    check_destination,
+    check_parents,
+    check_room,
+    new_directory,
+)
 from quant.export.checkpoint.files.layout import LAYOUT_NAMES
 from quant.export.checkpoint.files.tensors import read_layer
 from quant.export.checkpoint.load import check_checkpoint, describe, load
@@ -317,6 +323,9 @@ def _check_request(
     check_installed([*packages, *of_kind], f"{option('to', kind)}")
     if kind == "tensorrt" and target is not None:
         choose_common_library(resolve_targets(target), backend, features)
+    # Half of the weights at least: a head, or weights in FP32, can become smaller on the way.
+    room = 0 if directory is None else sum(file.stat().st_size for file in directory.glob("*.safetensors")) // 2
+    check_room(out, room)
     if kind in ("onnx", *LAYOUT_NAMES):
         check_destination(out, overwrite=overwrite)
         return

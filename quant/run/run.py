@@ -273,40 +273,45 @@ def run(request: Request, listener: Listener = SILENT) -> Outcome:
             leave()
             if not is_first:
                 return Outcome(decision.plan)
-        with resumable(job, decision.plan) as job:
+        with resumable(job, decision.plan) as (job, found):
             if job.session.store.is_complete:  # an earlier run wrote the checkpoint whole, but for its name
                 assert request.out is not None
                 job.session.store.finish()
                 wait_for_all()
                 return Outcome(decision.plan, Report.load(request.out / "report.json"))
-            decision, solved, measured = _compute(job, decision)
+            decision, solved, measured = _compute(job, decision, found)
             outcome = write(job, decision, solved, measured)
             job.session.store.finish()
             return outcome
 
 
-def _compute(job: Job, decision: Decision) -> tuple[Decision, SolvedModel, Measured]:
+def _compute(job: Job, decision: Decision, found: str | None) -> tuple[Decision, SolvedModel, Measured]:
     """Runs every stage but writing. The original model, which measuring needs, is freed at the end."""
     texts = verification_data(job, decision)
     original = original_of(job, decision, texts)
     announce_time(job, decision)
     announce_untied_head(job.listener, decision.plan)
     with job.stages() as (staged, progress):
-        decision = choose_transforms(staged, read_data(staged, decision))
+        decision = read_data(staged, decision)
+        if found is not None:
+            job.listener.message(found)
+        decision = choose_transforms(staged, decision)
         solved = solve(staged, decision, progress)
         return decision, solved, measure(staged, solved, texts, original)
 
 
 @contextmanager
-def resumable(job: Job, plan: Plan) -> Iterator[Job]:
+def resumable(job: Job, plan: Plan) -> Iterator[tuple[Job, str | None]]:
     """Gives the job a store of finished steps next to its destination, after which the same command continues.
+
+    The sentence on the steps that were found there is for when the calibration text, too, is known to be the same.
 
     A bare state dict is solved in seconds, a module has no directory, and a GGUF file is begun anew. ValueError: a run
     with other options, another model or another version left steps there.
     """
     request, source = job.request, job.source
     if request.out is None or request.is_gguf or source.model is None or request.is_in_memory:
-        yield job
+        yield job, None
         return
     check_same({"the plan": plan.digest()}, job.session, source.files.files)
     depends = {
@@ -318,15 +323,15 @@ def resumable(job: Job, plan: Plan) -> Iterator[Job]:
         "command": request.command.replace(" --restart", ""),  # for messages: another command may be the same run
         "the kind of device": "cpu" if job.session.device is None else job.session.device.type,
     }
+    found = None
     with DirectoryStore(request.out, depends, source.files, restart=request.restart) as store:
         if not store.is_complete:
             store.expect("device", kind_of(job.session))  # each kind of GPU rounds sums in its own way
             solved, kept = store.progress()
-            if kept:
-                layers = f"{solved} of {counted(len(plan.quantized), 'layer')} are solved" if solved else "no layer yet"
-                job.listener.message(f"continuing the run that was stopped: {layers}, in {store.path}")
+            layers = f"{solved} of {counted(len(plan.quantized), 'layer')} are solved" if solved else "no layer yet"
+            found = f"continuing the run that was stopped: {layers}, in {store.path}" if kept else None
             check_room(request.out, plan.nbytes - kept)
-        yield replace(job, session=replace(job.session, store=store))
+        yield replace(job, session=replace(job.session, store=store)), found
 
 
 def write(job: Job, decision: Decision, solved: SolvedModel, measured: Measured) -> Outcome:

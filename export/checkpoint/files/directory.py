@@ -118,8 +118,8 @@ def check_room(path: Path, nbytes: int) -> None:
     free = shutil.disk_usage(next(each for each in path.resolve().parents if each.exists())).free
     if nbytes > free:
         raise UserError(
-            f"{path}: the checkpoint takes {megabytes(nbytes)}, and its disk has {megabytes(free)} left; make room, or "
-            f"name a directory of another disk with {option('out')}"
+            f"{path} takes at least {megabytes(nbytes)}, and its disk has {megabytes(free)} left; make room, or name a "
+            f"place on another disk with {option('out')}"
         )
 
 

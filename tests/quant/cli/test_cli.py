@@ -218,6 +218,13 @@ def test_a_continued_run_announces_the_time_that_is_left(
         patched.setattr(walk, "solve_block", stop)
         stopped = run(*arguments, "--out", tmp_path / "out")
     assert stopped.exit_code == 130 and "the same command continues" in stopped.stderr
+    text = TEXTS / "calibration.txt"
+    (tmp_path / "calibration.txt").write_text(text.read_text(encoding="utf-8")[999:], encoding="utf-8")
+    other = run(
+        *(tmp_path / "calibration.txt" if each == text else each for each in arguments), "--out", tmp_path / "out"
+    )
+    assert other.exit_code == 2 and "calibration text" in other.stderr
+    assert "continuing" not in other.stderr.partition("error:")[0]  # a run that is refused does not continue
     monkeypatch.setattr("quant.run.job.steps_in_words", lambda steps: f"{steps['solve']:.9f} s to solve")
     continued, whole = (run(*arguments, "--out", tmp_path / out) for out in ("out", "whole"))
     assert "14 layers are solved" in continued.stderr
@@ -239,9 +246,13 @@ def test_a_disk_without_room_is_seen_before_anything_is_solved(
     monkeypatch.setattr("quant.run.run.solve_plan", lambda *_: pytest.fail("too late"))
     monkeypatch.setattr("quant.training.distill.prepare_distill_inputs", lambda *_: pytest.fail("too late"))
     distill = (main, "distill", tmp_path / "whole", "--teacher", model, "--out")
-    for command in (arguments, distill):
+    monkeypatch.setattr("quant.export.export_model._opened", lambda *_: pytest.fail("too late"))
+    exports = [(main, "export", tmp_path / "whole", "--to", kind, "--out") for kind in ("onnx", "aoti", "modelopt")]
+    for command in (arguments, distill, *exports):
         refused = run(*command, tmp_path / "out")
-        assert refused.exit_code == 2 and re.search(r"takes [\d.]+ kB, and its disk has 1\.00 kB left", refused.stderr)
+        assert refused.exit_code == 2 and re.search(
+            r"takes at least [\d.]+ kB, and its disk has 1\.00 kB left", refused.stderr
+        )
         assert [path.name for path in tmp_path.iterdir() if "out" in path.name] == []
 
 
