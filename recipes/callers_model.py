@@ -25,9 +25,6 @@ _TOOLKITS = {
     "compressed_tensors": "compressed-tensors", "awq": "AutoAWQ", "auto_gptq": "AutoGPTQ", "gptqmodel": "GPTQModel",
     "quanto": "quanto", "auto_round": "AutoRound",
 }  # fmt: skip
-ADAPTERS_AFTER = (
-    "merge them first (model = model.merge_and_unload()), or take them off (.unload()) and put new ones on afterwards"
-)
 _PACKED = ("qweight", "weight_packed", "weight_scale", "weight_scale_inv")
 
 
@@ -68,7 +65,7 @@ def check_original(model: nn.Module, taker: str) -> None:
                 f"{where}: a {type(module).__name__}, whose weight has no shape before its first input; call the "
                 f"model once, then {taker}"
             )
-    refuse_adapters(model, taker, ADAPTERS_AFTER)
+    refuse_adapters(model, taker, adapters_after(model))
     for name, module in model.named_modules():
         if isinstance(getattr(module, "_orig_mod", None), nn.Module):
             raise UserError(
@@ -118,6 +115,15 @@ def warn_of_shared_weights(model: nn.Module) -> None:
                 stacklevel=3,
             )
             return
+
+
+def adapters_after(model: nn.Module) -> str:
+    """Returns the way out for a model with adapters of PEFT: models of diffusers merge them by methods of their own."""
+    own = hasattr(model, "fuse_lora")
+    merge, off = ("model.fuse_lora(); model.unload_lora()", "unload_lora") if own else (
+        "model = model.merge_and_unload()", "unload"
+    )  # fmt: skip
+    return f"merge them first ({merge}), or take them off (.{off}()) and put new ones on afterwards"
 
 
 def refuse_adapters(model: nn.Module, taker: str, way_out: str) -> None:

@@ -63,7 +63,13 @@ def load_pipeline(directory: str | Path, *, device: torch.device | str | None = 
             "nvfp4 --out DIR`"
         )
     pipe = pipelines.open_pipeline(path, **{name: load(path / name) for name in quantized})
-    return pipe if device is None else pipe.to(device)
+    if device is not None:
+        pipe.to(device)
+        for module in (each for name in quantized for each in getattr(pipe, name).modules()):
+            # Qwen-Image's tables of positions are no buffers, and no CUDA graph copies them from the CPU.
+            for key in [key for key, value in vars(module).items() if isinstance(value, Tensor)]:
+                setattr(module, key, getattr(module, key).to(device))
+    return pipe
 
 
 class _Config(QuantizationConfigMixin):

@@ -23,7 +23,6 @@ from quant.recipes.plan import PLAN_FILE
 
 INDEX = "model_index.json"
 DENOISERS = ("transformer", "transformer_2", "unet", "prior")
-_LORA = "pytorch_lora_weights.safetensors"
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -63,23 +62,34 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
         if name not in models:
             pickled = any((path / name).glob("*.bin"))
             why = "its weights are pickled: save the pipeline again with diffusers, pipe.save_pretrained(DIR)"
-            raise UserError(
-                f"{path / name}: {why if pickled else f'no model that is quantized; name one of {listed(models, 12)}'}"
-            )
+            if not pickled and name in DENOISERS:
+                why = f"has no weights (*.safetensors), though {INDEX} names it; give the whole pipeline"
+            elif not pickled:
+                why = f"no model that is quantized; name one of {listed(models, 12)}"
+            raise UserError(f"{path / name}: {why}")
         config = read_fields(path / name / "config.json").get("quantization_config")
         if isinstance(config, dict):
             raise UserError(
                 f"{path / name}: is quantized already ({config.get('quant_method', 'unknown method')}); give the "
                 f"pipeline in 16 bit, or name other components with {option('components', 'NAME')}"
             )
-    for file in (path / _LORA, *(path / name / _LORA for name in names)):
-        if file.is_file():
-            raise UserError(
-                f"{file}: a LoRA that is not merged; merge it before: pipe = diffusers.DiffusionPipeline."
-                f"from_pretrained({str(path)!r}, dtype=torch.bfloat16); pipe.load_lora_weights({str(file.parent)!r}); "
-                "pipe.fuse_lora(); pipe.unload_lora_weights(); pipe.save_pretrained('merged')"
-            )
+    for file in sorted(file for directory in (path, *(path / name for name in names)) for file in _loras(directory)):
+        load = f"pipe.load_lora_weights({str(file.parent)!r}, weight_name={file.name!r})"
+        raise UserError(
+            f"{file}: a LoRA that is not merged; merge it before, or move it away: pipe = diffusers.DiffusionPipeline."
+            f"from_pretrained({str(path)!r}, dtype=torch.bfloat16); {load}; pipe.fuse_lora(); "
+            "pipe.unload_lora_weights(); pipe.save_pretrained('merged')"
+        )
     return names
+
+
+def _loras(directory: Path) -> list[Path]:
+    """Returns the files of a directory that hold a LoRA, as diffusers and as other trainers name its tensors."""
+    marks = (".lora_A", ".lora_B", ".lora_down", ".lora_up", ".lora.down", ".lora.up")
+    return [
+        file for file in directory.glob("*.safetensors")
+        if any(mark in name for name in safetensors_file(file).keys() for mark in marks)  # noqa: SIM118
+    ]  # fmt: skip
 
 
 def open_pipeline(path: Path, **components: Any) -> Any:

@@ -246,10 +246,11 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
         except ValueError:
             options[name] = value
     steps, trained = options.get("num_inference_steps"), pipe.scheduler.config.get("num_train_timesteps")
-    if trained is not None and isinstance(steps, int) and steps > trained:
+    if steps is not None and not (type(steps) is int and 1 <= steps <= (trained or steps)):
+        has = f"has {trained} timesteps" if trained else "steps one or more times"
         raise UserError(
-            f"--call num_inference_steps={steps}: {type(pipe.scheduler).__name__} has {trained} timesteps; give at "
-            "most as many"
+            f"--call num_inference_steps={steps}: {type(pipe.scheduler).__name__} {has}; give a whole number from 1"
+            + f" to {trained}" * bool(trained)
         )
     return options
 

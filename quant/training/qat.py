@@ -132,7 +132,7 @@ def prepare_qat(
     before = {id(parameter): (parameter, parameter.dtype) for parameter in model.parameters()}
     was_quantized = any(isinstance(module, qat_layers.Packed) for module in model.modules())
     if was_quantized:
-        callers_model.refuse_adapters(model, "prepare_qat", callers_model.ADAPTERS_AFTER)
+        callers_model.refuse_adapters(model, "prepare_qat", callers_model.adapters_after(model))
         plan = _plan_of_quantized(model, plan)
     else:
         callers_model.check_original(model, "prepare_qat")

@@ -91,6 +91,19 @@ def test_a_forward_loop_calibrates_as_the_calls_that_it_makes() -> None:
     assert _error(*models, tiny_calls("PixArt", 1, seed=7)) == 0
 
 
+def test_adapters_are_merged_by_the_advice_of_the_refusal() -> None:
+    peft = pytest.importorskip("peft", reason="adapters")
+    model, calls = tiny_denoiser("Flux.1"), tiny_calls("Flux.1", 1)
+    model.add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"], init_lora_weights=False))  # type: ignore[operator]
+    with pytest.raises(quant.UserError, match="has an adapter of PEFT") as refused:
+        quant.quantize(model, "fp8_channel", calls, solver="rtn")
+    adapted = noise_of(model, calls[0])
+    exec(str(refused.value).partition("merge them first (")[2].partition("),")[0], {"model": model})
+    # The sum of both weights is rounded to BF16.
+    assert (noise_of(model, calls[0]) - adapted).norm() < 0.02 * adapted.norm()
+    assert quant.quantize(model, "fp8_channel", calls, solver="rtn").plan.quantized
+
+
 def test_calls_keep_their_timesteps_and_dtypes() -> None:
     """999 is 1000 in bfloat16, and another point of the trajectory."""
     seen = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import shutil
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 
 pytest.importorskip("diffusers", reason="the extra diffusion")
 
-from tiny_denoisers import PIPELINES, SMALL, noise_of, tiny_image, tiny_pipeline
+from tiny_denoisers import PIPELINES, SMALL, noise_of, tiny_calls, tiny_image, tiny_pipeline
 
 import quant
 from quant.calibration.statistics import static_input_scale
@@ -25,6 +27,7 @@ from quant.cli.quantize import quantize_command
 from quant.formats.format import FORMATS
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, round_activation
+from quant.models import pipelines
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the weights are not quantized", "ignore:.*float32")
 # The convolutions of a UNet are quantized in formats of whole rows.
@@ -292,10 +295,11 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     untold.write_text('a red fox\n{"height": 16}\n')
     long.write_text(f"a red fox\n{'a cat in ' * 200}\n")
     single.write_text("a red fox\n")
-    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only")}
+    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied")}
     for copy in copies.values():
         shutil.copytree(source, copy)
-    (copies["lora"] / "pytorch_lora_weights.safetensors").touch()
+    save_file({"transformer.proj_out.lora_A.weight": torch.zeros(4, 64)}, copies["lora"] / "style.safetensors")
+    shutil.rmtree(copies["emptied"] / "transformer")
     fields = json.loads((copies["quantized"] / "transformer/config.json").read_text())
     fields["quantization_config"] = {"quant_method": "bitsandbytes"}
     (copies["quantized"] / "transformer/config.json").write_text(json.dumps(fields))
@@ -307,14 +311,18 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     for model, options, expected in (
         (copies["vae_only"], calib, "no transformer and no unet"),
         (copies["quantized"], calib, "is quantized already (bitsandbytes)"),
-        (copies["lora"], calib, "pipe.fuse_lora()"),
+        (copies["lora"], calib, "weight_name='style.safetensors'); pipe.fuse_lora()"),
+        (copies["emptied"], calib, "has no weights (*.safetensors), though model_index.json names it; give the whole"),
         (source, (*calib, "--components", "decoder"), "has no component decoder"),
         (source, (*calib, "--components", "scheduler"), "no model that is quantized; name one of text_encoder"),
         (source, (*calib, "--components", "vae"), "no model that is quantized; name one of text_encoder"),
         (source, ("--calib", long), "the tokenizer cuts it after"),
         (source, ("--calib", single), "give two or more"),
         (source, ("--calib", "self"), "one file with a prompt in each line"),
-        (source, (*calib, "--call", "num_inference_steps=2000"), "has 1000 timesteps"),
+        *(
+            (source, (*calib, "--call", f"num_inference_steps={steps}"), "has 1000 timesteps; give a whole number from")
+            for steps in ("2000", "0", "2.5", "two")
+        ),
         (
             source,
             (*calib, "--call", "steps=2"),
@@ -343,6 +351,64 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         lines = result.output.strip().splitlines()
         assert result.exit_code and expected in lines[-1] and lines[-1].startswith("error: "), result.output
         assert not out.exists() and not list(tmp_path.glob(".*")), expected
+
+
+def _quantized_in_place(directory: Path) -> None:
+    pipe = pipelines.open_pipeline(directory)
+    quant.quantize(pipe.transformer, "fp8_channel", solver="rtn")
+    shutil.rmtree(directory / "transformer")
+    quant.save(pipe.transformer, None, directory / "transformer")
+
+
+@pytest.mark.parametrize("kind", ["Wan", "Qwen-Image"])
+def test_a_compiled_denoiser_is_one_graph_on_its_device(kind: str, tmp_path: Path) -> None:
+    """A CUDA graph is not captured where a tensor comes from the CPU. The device "meta" stands for a GPU here."""
+    _quantized_in_place(tiny_pipeline(kind, tmp_path / "tiny"))
+    seen: list[set[str]] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        seen.append({each.device.type for each in inputs if isinstance(each, torch.Tensor) and each.dim()})
+        return graph.forward
+
+    model = quant.load_pipeline(tmp_path / "tiny", device="meta").transformer
+    call = {**tiny_calls(kind, 1)[0], "encoder_hidden_states_mask": None}
+    call = {name: each.to("meta") if isinstance(each, torch.Tensor) else each for name, each in call.items()}
+    call = {name: call[name] for name in inspect.signature(model.forward).parameters if name in call}
+    with torch.no_grad():
+        torch.compile(model, backend=backend, fullgraph=True)(**call)
+    assert seen == [{"meta"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "guidance"),
+    [
+        ("Wan", {"guidance_scale": 4.0}),
+        pytest.param("Qwen-Image", {"true_cfg_scale": 4.0}, marks=pytest.mark.slow),
+    ],
+)
+def test_guidance_needs_a_copy_of_what_a_cuda_graph_returns(
+    kind: str, guidance: dict[str, float], tmp_path: Path
+) -> None:
+    """The hook of docs/diffusion.md: a replay writes into the memory of the replay before, as this backend does."""
+    _quantized_in_place(tiny_pipeline(kind, tmp_path / "tiny"))
+
+    def backend(graph: Any, _: Any) -> Any:
+        held: list[torch.Tensor] = []
+
+        def run(*args: Any) -> list[torch.Tensor]:
+            outputs = graph(*args)
+            held[:] = held or [torch.empty_like(each) for each in outputs]
+            return [own.copy_(new) for own, new in zip(held, outputs, strict=True)]
+
+        return run
+
+    pipe = quant.load_pipeline(tmp_path / "tiny")
+    original, call = pipe.transformer, {**guidance, "negative_prompt": "two fox"}
+    image = tiny_image(pipe, **call)
+    pipe.transformer = torch.compile(original, backend=backend)
+    assert not np.array_equal(tiny_image(pipe, **call), image)
+    pipe.transformer.register_forward_hook(lambda module, args, output: (output[0].clone(),))
+    assert np.array_equal(tiny_image(pipe, **call), image)
 
 
 def test_a_run_that_fails_when_all_is_solved_leaves_nothing(
