@@ -70,10 +70,13 @@ def decode_tiles_for(pages: KVPages, rows: int, programs: int, max_length: int, 
     block_m = next(size for size in _ROWS if size >= rows)
     # Programs of one warp need no synchronization; larger tiles need the registers of two.
     warps = 1 if block_m * pages.dim <= _ROWS[0] * 128 else 2
-    # Decoding E2M1 needs more programs on an SM than FP8 does to keep memory busy. All of them are resident at once,
+    # Decoding E2M1 needs more programs on an SM than FP8 does to keep memory busy: of one warp, three for each of its
+    # four schedulers (on an H200 10 or 14 were slower than 8, and 12 faster). All of them are resident at once,
     # each with four tiles or more: splits that start when others end would leave the GPU half empty at the end. With
     # fewer programs than SMs, the tiles that a program reads in sequence take the time: then two programs an SM.
-    on_an_sm = 8 if pages.format is not None and pages.format.global_scale else 4
+    on_an_sm = 4
+    if pages.format is not None and pages.format.global_scale:
+        on_an_sm = 12 if warps == 1 else 8
     parts = max(max_length // (4 * 32), min(2 * sms // programs, max_length // 64))
     splits = max(1, min(on_an_sm * sms // programs, parts, 128))
     # Overlapping saves a microsecond or two. Programs that start early displace programs of long reads, which are then
