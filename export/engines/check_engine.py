@@ -31,6 +31,7 @@ reset. Steps of any width run in onnxruntime, so none starts further back.
 """
 
 import hashlib
+import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -49,11 +50,12 @@ from quant.export.aoti.package import AotiSession
 from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
-from quant.export.onnx.export_onnx import PLAN_KEY
-from quant.export.onnx.limits import layer_of_tensorrt, provider_device
+from quant.export.onnx.export_onnx import EXPORT_KEY, PLAN_KEY
+from quant.export.onnx.limits import narrowest_dtype, onnxruntime_problem, provider_device
 from quant.export.onnx.serving import CAPACITY_KEY
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow
 from quant.export.tensorrt.tensorrt_session import TensorrtSession, read_receipt, runs_here
+from quant.formats.format import FORMATS
 from quant.generate.generate import TextStream, cast_unquantized, end_tokens
 from quant.models.huggingface import load_tokenizer
 from quant.recipes.blocks import cache_argument, cache_of, position_argument
@@ -183,7 +185,7 @@ def check_engine(
             rebuild = False  # running it says more
         facts, findings = engine_facts(path, directory, rebuild)
     elif path.suffix != PACKAGE_ENDING:
-        reason, findings = onnx_findings(path / ONNX_FILE if path.is_dir() else path, directory)
+        reason, findings = onnx_findings(path / ONNX_FILE if path.is_dir() else path, directory, device)
     else:
         reason = None
     wrong = next((finding.name for finding in findings if not finding.passed), None)
@@ -202,7 +204,7 @@ def check_engine(
     return replace(compare(model, session, prompts, new), facts=facts, audit=findings)
 
 
-def onnx_findings(path: Path, directory: Path) -> tuple[str | None, list[AuditRow]]:
+def onnx_findings(path: Path, directory: Path, device: Device) -> tuple[str | None, list[AuditRow]]:
     """Returns why no session runs an ONNX file, and how its graph compares with what the checkpoint is exported as."""
     try:
         check_installed(("onnx", "onnxscript"), "it")
@@ -214,12 +216,14 @@ def onnx_findings(path: Path, directory: Path) -> tuple[str | None, list[AuditRo
     metadata = {entry.key: entry.value for entry in load_graph(path).metadata_props}
     check_plan(metadata.get(PLAN_KEY, ""), directory)
     model: Any = load(directory)
-    of_tensorrt, reason = layer_of_tensorrt(model), None
+    findings = audit_onnx(path, model, describe(directory)[0])  # puts the model in the file's dtype
+    record = json.loads(metadata.get(EXPORT_KEY, "{}"))
+    cache, reason = record.get("kv_cache"), None
     if CAPACITY_KEY not in metadata:
         reason = "it is no serving graph of a decoder"
-    elif of_tensorrt is not None:
-        reason = f"{of_tensorrt[0]} is in {of_tensorrt[1]}, which onnxruntime does not run"
-    return reason, audit_onnx(path, model, describe(directory)[0])
+    elif "runtime" in record and (narrowest_dtype(model) != torch.bfloat16 or provider_device(device) is None):
+        reason = onnxruntime_problem(model, fp8_attention=bool(record["scales"]), kv_cache=cache and FORMATS[cache])
+    return reason, findings
 
 
 def engine_facts(path: Path, directory: Path, rebuild: bool | None) -> tuple[list[tuple[str, str]], list[AuditRow]]:

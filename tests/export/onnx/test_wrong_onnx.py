@@ -370,6 +370,21 @@ def test_a_right_file_does_not_fail(
     assert checked.passed is (True if runs else None), checked
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"kv_cache": "fp8", "data": IDS}, "the KV cache is in fp8, by a node of our TensorRT plugin"),
+        ({"dtype": "bf16"}, "the model is in BF16, for which it has no operators on a processor"),
+    ],
+)
+def test_a_file_that_onnxruntime_does_not_load_is_compared(tmp_path: Path, options: Any, reason: str) -> None:
+    checkpoint, out = exported(tmp_path, "llama-64", "fp8", "fp16", target="tensorrt", **options)
+    checked = check_engine(out, checkpoint)
+    assert [row.found for row in checked.audit] == ["as the checkpoint is exported"] and checked.passed is None
+    assert checked.facts[-1][1].startswith(f"not run: onnxruntime 1.32 does not load this file: {reason}; ")
+
+
 def test_numbers_are_those_that_a_runtime_reads(
     files: Any, exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
