@@ -64,8 +64,7 @@ def choose_transform(model: nn.Module, plan: Plan, data: Any, session: Session) 
     losses: dict[str, float] = {} if stored is None else stored.record
     if why_not is None and stored is None:
         with restored(model):
-            _keep_first_blocks(model, plan)
-            why_not = _failure(model, data)
+            why_not = _cut_behind_first_blocks(model, plan, data)
             if why_not is None:
                 measured = _losses(model, plan, data, session)
                 losses = from_first(lambda: measured)
@@ -124,15 +123,6 @@ def _first_blocks(model: nn.Module, plan: Plan) -> list[str]:
     return [block for block in block_names(model) if any(name.startswith(f"{block}.") for name in names)][:BLOCKS]
 
 
-def _keep_first_blocks(model: nn.Module, plan: Plan) -> None:
-    """Takes the blocks behind the first ones out of their list; `restored` puts them back."""
-    *_, last = _first_blocks(model, plan)
-    path, _, key = last.rpartition(".")
-    children = [name for name, _ in model.get_submodule(path).named_children()]
-    kept = children[: children.index(key) + 1]
-    model.set_submodule(path, nn.ModuleList(model.get_submodule(f"{path}.{name}") for name in kept))
-
-
 def _why_not(model: nn.Module, plan: Plan, data: Any) -> str | None:
     """Returns why transforms cannot be compared on a model and its data; None if they can."""
     if output_head(model) is None or not _first_blocks(model, plan):
@@ -143,8 +133,13 @@ def _why_not(model: nn.Module, plan: Plan, data: Any) -> str | None:
     return f"{len(data)} calibration rows, and it takes {needed} or more" if len(data) < needed else None
 
 
-def _failure(model: nn.Module, data: Tensor) -> str | None:
-    """Returns why the first blocks do not run by themselves; None if they do."""
+def _cut_behind_first_blocks(model: nn.Module, plan: Plan, data: Tensor) -> str | None:
+    """Takes the other blocks out of their list, as `restored` undoes; returns why the rest does not run, or None."""
+    *_, last = _first_blocks(model, plan)
+    path, _, key = last.rpartition(".")
+    children = [name for name, _ in model.get_submodule(path).named_children()]
+    kept = children[: children.index(key) + 1]
+    model.set_submodule(path, nn.ModuleList(model.get_submodule(f"{path}.{name}") for name in kept))
     try:
         with torch.no_grad(), without_cache([getattr(model, "config", None)]):
             model(trial_rows(data).to(device_of(model)))

@@ -182,7 +182,10 @@ def fill(opened: Checkpoint, *, built: bool) -> nn.Module:
     model, tensors, plan = opened.model, opened.tensors, opened.plan
     owned: set[str] = set()
     if built and not is_denoiser(model):
-        _keep_float32(model)
+        # transformers keeps some in float32, also the tensors that layers are made of.
+        for name, tensor in model.state_dict(keep_vars=True).items():
+            if tensor.is_floating_point() and keeps_float32(model, name, tensor.dtype):
+                tensor.data = tensor.data.float()
     for layer in plan.quantized:
         # This toolkit writes an empty tensor of this name, so that transformers stops there (`StoredNames.stopped`).
         if layer.kind == LayerKind.EXPERTS and layer.name in tensors and tensors[layer.name].numel():
@@ -332,13 +335,6 @@ def refuse(problems: Iterable[str]) -> None:
     """Raises UserError with the first of `problems`."""
     for problem in problems:
         raise UserError(problem)
-
-
-def _keep_float32(model: nn.Module) -> None:
-    """Puts those tensors of an empty model in float32 that transformers keeps there, also for layers made of them."""
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and keeps_float32(model, name, tensor.dtype):
-            tensor.data = tensor.data.float()
 
 
 def _in_dtypes_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
