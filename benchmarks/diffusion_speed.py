@@ -12,9 +12,9 @@
 Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
 is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
 Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on Hopper. torchao's and Transformer Engine's rows
-quantize the same layers. Each row is a process of its own: those of a size compile at once, then one after the other
-is timed, all of them twice, and the lesser time counts. A peer that does not run is a row too. Errors are relative, of
-the outputs of the blocks against BF16.
+quantize the same layers. Each row is a process of its own: they compile at once, and the first that is ready is timed
+twice, of which the lesser time counts, while the others are stopped. A peer that does not run is a row too. Errors are
+relative, of the outputs of the blocks against BF16.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -268,23 +270,31 @@ def speed(sizes: Sequence[tuple[str, tuple[int, ...]]], chosen: str, jobs: int, 
         # Compilers in processes of their own would be more processes than cores.
         surroundings = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
 
-        def compiled(case: tuple[str, tuple[int, ...], str], file: Path) -> subprocess.Popen[str]:
+        processes: list[subprocess.Popen[str]] = []
+        alone = threading.Lock()
+
+        def timed(case: tuple[str, tuple[int, ...], str], file: Path) -> float | None:
             options = ["--profile", "."] if profile and re.search(profile, case[2]) else []
             command = [sys.executable, __file__, "--row", json_text([*case, str(file)]), *options]
             pipe = subprocess.PIPE
-            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=surroundings)
+            with alone:
+                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=surroundings)
+                processes.append(process)
             assert process.stdout is not None
             process.stdout.readline()  # "ready", or nothing of a process that has ended
-            return process
+            with alone:
+                others = [each for each in processes if each is not process]
+                for each in others:
+                    each.send_signal(signal.SIGSTOP)
+                times = [_answer(process) for _ in range(2)]
+                process.communicate()  # until its memory is free
+                for each in others:
+                    each.send_signal(signal.SIGCONT)
+            return min((each for each in times if each is not None), default=None)
 
-        processes = list(pool.map(compiled, cases, files))
-        # A process that ends frees its memory, which would take time of the next one.
-        rounds = [[_answer(process) for process in processes] for _ in range(2)]
-        for process in processes:
-            process.communicate()
+        microseconds = list(pool.map(timed, cases, files))
         rows: list[Row] = []
-        for (family, grid, name), file, *times in zip(cases, files, *rounds, strict=True):
-            time_of_row = None if None in times else min(times)
+        for (family, grid, name), file, time_of_row in zip(cases, files, microseconds, strict=True):
             if name == "BF16":
                 base, exact = time_of_row, torch.load(file) if file.is_file() else []
             row = {"blocks": family, "tokens": math.prod(grid), "method": name}
