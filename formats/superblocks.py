@@ -120,10 +120,7 @@ def candidates(block: Tensor, cost: Tensor, unit: Sequence[Tensor], format: Form
     largest, reach = largest_code(format), 1 if format.minimum else 2
     around = torch.arange(-reach, reach + 1, device=block.device)[:, None]
     tried = [(_nearest_codes(x, u, largest) + around).clamp_(0, largest) for x, u in zip(fitted, unit, strict=False)]
-    if len(tried) == 1:
-        return tried
-    s, m = tried
-    return [s.repeat_interleave(len(m), 0), m.repeat(len(s), 1)]
+    return [tried[0].repeat_interleave(3, 0), tried[1].repeat(3, 1)] if format.minimum else tried
 
 
 def _fitted(blocks: Tensor, cost: Tensor, format: Format, tries: int, together: int = 1) -> tuple[Tensor, Tensor]:

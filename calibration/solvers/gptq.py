@@ -30,7 +30,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
 from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -138,17 +139,9 @@ class Gptq(Solver):
 
 
 def gptq(
-    weight: Tensor,
-    factor: Factor,
-    format: Format,
-    global_scale: Tensor | None = None,
-    *,
-    drift: Tensor | None = None,
-    residual: Tensor | None = None,
-    sweeps: int = 1,
-    shortlist: int = 4,
-    parts: Sequence[slice] = WHOLE,
-) -> BlockScaledTensor:
+    weight: Tensor, factor: Factor, format: Format, global_scale: Tensor | None = None, *, drift: Tensor | None = None,
+    residual: Tensor | None = None, sweeps: int = 1, shortlist: int = 4, parts: Sequence[slice] = WHOLE,
+) -> BlockScaledTensor:  # fmt: skip
     """Rounds `weight` against the quadratic loss of `factor`.
 
     Args:
@@ -170,7 +163,8 @@ def gptq(
     rounding = Rounding(
         target, factor, format, global_scale, shortlist, step, parts, sweeps=sweeps, supers=supers
     )  # fmt: skip
-    if rounding.never_waits:
+    # Without a kernel, E4M3's grid would be copied to the GPU while launches are recorded.
+    if weight.is_cuda and (rounding.kernel is not None or format.scale is not E4M3):
         rounding = replay.run(rounding)
     else:
         # Where scales lie within rows, `weight` is one of the threads' parts of `solve_by_rows` already.
@@ -340,19 +334,12 @@ class Rounding:
 
     @cached_property
     def blocks(self) -> tuple[Tensor, ...]:
-        """The diagonal blocks of U, the inverses of those of H, and their upper factors, each `[blocks, k, k]`.
-
-        Where no kernel solves windows, the inverses U⁻ᵀ of the first and the last follow.
-        """
-        first, rest = diagonal_blocks(self.factor.U, self.width), diagonal_blocks(self.factor.H, self.width)
-        inverses, upper = block_factors(rest)
+        """The diagonal blocks of U, the inverses of those of H, and their upper factors, each `[blocks, k, k]`."""
+        first, own = diagonal_blocks(self.factor.U, self.width), diagonal_blocks(self.factor.H, self.width)
+        inverses, upper = block_factors(own)
+        # Where no kernel solves windows, U⁻ᵀ of both follow.
         to_errors = () if self.kernel is not None else (_to_errors(first), _to_errors(upper))
         return first, inverses, upper, *to_errors
-
-    @property
-    def never_waits(self) -> bool:
-        """Whether a GPU gets all launches of `run` without an answer or a copy from it; see `replay`."""
-        return self.kernel is not None or (self.target.is_cuda and self.format.scale is not E4M3)
 
     @property
     def key(self) -> Any:
@@ -369,18 +356,9 @@ class Rounding:
         return [self.target, self.factor.H, self.factor.U, *self.blocks, self.second, *scales]
 
     def copy(self) -> Rounding:
-        """Returns a rounding of copies of all operands, which has no results yet."""
-        H, U = self.factor.H.clone(), self.factor.U.clone()
-        second, step = self.second.clone(), None if self.step is None else self.step.clone()
-        supers = None
-        if self.supers is not None:
-            supers = Superblocks([unit.clone() for unit in self.supers.units], self.supers.of_block.clone())
-        own = Rounding(
-            self.target.clone(), replace(self.factor, H=H, U=U), self.format, second, self.shortlist, step, self.parts,
-            sweeps=self.sweeps, supers=supers,
-        )  # fmt: skip
-        own.blocks = tuple(each.clone() for each in self.blocks)
-        return own
+        """Returns a rounding of copies of all operands."""
+        # Formats are compared by identity. The kernel's arguments are the copies that the rounding has.
+        return deepcopy(self, {id(self.format): self.format})
 
     def run(self, rows: slice = slice(None)) -> None:
         """Runs GPTQ's pass and the sweeps after it over some outputs."""
@@ -490,16 +468,9 @@ def compile_ahead(formats: Iterable[Format], device: torch.device | None) -> Non
 
 
 def solve_window(
-    solve: _SolveBlock,
-    to_errors: Tensor | None,
-    target: Tensor,
-    coupling: Tensor,
-    U: Tensor,
-    values: Tensor,
-    scales: Tensor | None,
-    start: int,
-    improve: bool,
-) -> Tensor:
+    solve: _SolveBlock, to_errors: Tensor | None, target: Tensor, coupling: Tensor, U: Tensor, values: Tensor,
+    scales: Tensor | None, start: int, improve: bool,
+) -> Tensor:  # fmt: skip
     """Solves the blocks of a window in turn; the moves of one shift the targets of the later ones.
 
     Args:

@@ -22,14 +22,9 @@ _STORED_NUMBER = {torch.float16: FP16, torch.bfloat16: BF16}
 
 
 def solve_group(
-    weights: Mapping[str, Tensor],
-    stats: Mapping[str, LayerStats | None],
-    format: Format,
-    solver: Solver,
-    stored: torch.dtype | None = None,
-    *,
-    stack: bool = False,
-) -> dict[str, BlockScaledTensor]:
+    weights: Mapping[str, Tensor], stats: Mapping[str, LayerStats | None], format: Format, solver: Solver,
+    stored: torch.dtype | None = None, *, stack: bool = False,
+) -> dict[str, BlockScaledTensor]:  # fmt: skip
     """Quantizes the weights of one fusion group, with one global or per-tensor scale where the format has one.
 
     Weights are `[out, in]` by layer name, or a single `[experts, out, in]`. Members of a group have the same
@@ -67,13 +62,9 @@ def solve_group(
 
 
 def solve_matrices(
-    matrices: Iterable[Tensor],
-    stats: Sequence[LayerStats | None],
-    format: Format,
-    solver: Solver,
-    stored: torch.dtype | None,
-    name: str,
-) -> Iterator[BlockScaledTensor]:
+    matrices: Iterable[Tensor], stats: Sequence[LayerStats | None], format: Format, solver: Solver,
+    stored: torch.dtype | None, name: str,
+) -> Iterator[BlockScaledTensor]:  # fmt: skip
     """Yields the solutions of matrices `[out, in]` of one shape that share nothing, such as experts.
 
     A GPU solves several small ones in the launches of one; only these are in memory together. Products of several

@@ -1,12 +1,14 @@
 """A CUDA graph of a weight's rounding gives the bits of its launches one by one."""
 
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from quant.calibration.solvers import replay
-from quant.calibration.solvers.gptq import Gptq
+from quant.calibration.solvers.gptq import Gptq, Rounding, by_input, fixed_scales, superblocks
 from quant.calibration.solvers.solve_group import solve_group, solve_matrices
 from quant.calibration.statistics import LayerStats
 from quant.formats.format import FORMATS, WEIGHT_FORMATS
@@ -28,6 +30,40 @@ class Doubling:
 def test_without_a_walk_a_work_runs_by_itself() -> None:
     work = Doubling(torch.ones(3))
     assert replay.run(work) is work and work.result.tolist() == [2, 2, 2]
+
+
+class NeverWaiting(TorchDispatchMode):
+    """Refuses what a GPU would be waited for, or copied to: a graph cannot record it."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert operator is not torch.ops.aten._local_scalar_dense.default
+        assert operator is not torch.ops.aten.lift_fresh.default, "a tensor from numbers of Python"
+        return operator(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "mxfp4", "q4_0", "q5_1", "q4_k", "q6_k"])
+def test_a_copied_rounding_gives_the_result_of_what_is_copied_into_it(name: str) -> None:
+    format, random = WEIGHT_FORMATS[name], torch.Generator().manual_seed(0)
+    roundings = []
+    for _ in range(2):
+        x = torch.randn(600, 512, generator=random) * (2 * torch.rand(512, generator=random)).exp()
+        weight = torch.randn(24, 512, generator=random)
+        factor = Gptq().factor(LayerStats(600, x.T @ x / 600), format, "layer")
+        fixed, target = fixed_scales(weight, format, None, factor), by_input(weight, factor)
+        step = None if fixed is None else fixed.step
+        roundings.append(Rounding(target, factor, format, None, 4, step, supers=superblocks(weight, format, factor)))
+    first, second = roundings
+    assert first.key == second.key
+    first.operands()
+    kept = first.copy()
+    for own, new in zip(kept.operands(), second.operands(), strict=True):
+        own.copy_(new)
+    with NeverWaiting():
+        kept.run()
+    second.run()
+    assert torch.equal(kept.values, second.values)
+    if second.scales is not None:
+        assert kept.scales is not None and torch.equal(kept.scales, second.scales)
 
 
 @pytest.mark.gpu
