@@ -30,8 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from threading import Thread
 from typing import Any, NamedTuple
@@ -356,9 +355,18 @@ class Rounding:
         return [self.target, self.factor.H, self.factor.U, *self.blocks, self.second, *scales]
 
     def copy(self) -> Rounding:
-        """Returns a rounding of copies of all operands."""
-        # Formats are compared by identity. The kernel's arguments are the copies that the rounding has.
-        return deepcopy(self, {id(self.format): self.format})
+        """Returns a rounding of copies of all operands, which has no results yet."""
+        H, U = self.factor.H.clone(), self.factor.U.clone()
+        second, step = self.second.clone(), None if self.step is None else self.step.clone()
+        supers = None
+        if self.supers is not None:
+            supers = Superblocks([unit.clone() for unit in self.supers.units], self.supers.of_block.clone())
+        own = Rounding(
+            self.target.clone(), replace(self.factor, H=H, U=U), self.format, second, self.shortlist, step, self.parts,
+            sweeps=self.sweeps, supers=supers,
+        )  # fmt: skip
+        own.blocks = tuple(each.clone() for each in self.blocks)
+        return own
 
     def run(self, rows: slice = slice(None)) -> None:
         """Runs GPTQ's pass and the sweeps after it over some outputs."""
