@@ -275,3 +275,19 @@ def test_added_tokens_are_matched_whole() -> None:
     types = words["tokenizer.ggml.token_type"]
     assert [types[i] for i in ids] == [kinds.NORMAL, kinds.USER_DEFINED, kinds.CONTROL]
     assert set(types[len(tokenizer) :]) == {kinds.UNUSED}
+
+
+def test_a_hybrid_without_attention_is_measured_and_calibrated() -> None:
+    """transformers asks its cache for a length that only attention has: nothing here needs the cache."""
+    config = transformers.Lfm2Config(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, layer_types=["conv", "conv"],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.Lfm2ForCausalLM(config).eval()
+    rows = torch.arange(3, 35).reshape(2, 16)
+    with torch.no_grad():
+        logits = model(rows, use_cache=False).logits[:, :-1]
+    right = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), rows[:, 1:].flatten()).exp()
+    assert quant.evaluate(model, rows).perplexity == pytest.approx(float(right), rel=1e-5)
+    assert quant.quantize(model, "int4a16_g32", rows, solver="gptq").plan.quantized
