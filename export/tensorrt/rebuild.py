@@ -41,6 +41,7 @@ from quant.export.tensorrt.build import BuildOptions, Progress, build_engine, de
 from quant.export.tensorrt.engine_file import Engine, read_engine, receipt_path
 from quant.export.tensorrt.gpu_targets import local_capability
 from quant.generate.generate import cast_unquantized
+from quant.recipes.layers import output_head
 from quant.recipes.plan import Plan
 
 AS_EXPORTED, AS_BUILT = "as the checkpoint is exported", "as the checkpoint is built"
@@ -131,7 +132,8 @@ def _exported_again(
     if parameter_dtypes(model) != exported["dtypes"]:
         narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported["dtypes"]]
         cast_unquantized(model, (*narrow, "float32")[0])
-    if exported["head"] is not None:
+    head = output_head(model)
+    if exported["head"] in [name for name, module in model.named_modules() if module is head]:  # no other layer
         round_head(model, exported["head"])
     options = {**recorded_options(exported), "attention": attention, "plan": plan}
     return write_onnx(model, folder / "model.onnx", **options)

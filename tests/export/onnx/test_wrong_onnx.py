@@ -31,7 +31,7 @@ pytest.importorskip("transformers", reason="needs the extra hf")
 
 from quant.export.engines.check_engine import check_engine  # noqa: E402 -- needs onnx
 from quant.export.onnx.engine_session import OnnxruntimeSession  # noqa: E402 -- as above
-from quant.export.onnx.export_onnx import tracer_versions  # noqa: E402 -- as above
+from quant.export.onnx.export_onnx import round_head, tracer_versions, write_onnx  # noqa: E402 -- as above
 from quant.export.tensorrt import rebuild  # noqa: E402 -- as above
 from quant.export.tensorrt.rebuild import audit_onnx  # noqa: E402 -- as above
 
@@ -407,6 +407,17 @@ def test_numbers_are_those_that_a_runtime_reads(
     onnx.save(model, path)
     checked = check_engine(path, checkpoint)
     assert checked.passed is False and [row.found for row in checked.audit] == ["other numbers"]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_no_other_layer_than_the_head_is_rounded_by_an_export(tmp_path: Path) -> None:
+    name = f"{BLOCKS}.0.mlp.down_proj"
+    done = quant.quantize(model_of("llama-64", torch.float32), "int4a16_g32", IDS, solver="rtn", exclude=[name])
+    quant.save(done.model, done.plan, tmp_path / "checkpoint")
+    round_head(done.model, name)
+    path = write_onnx(done.model, tmp_path / "m.onnx", capacity=128, runtime="onnxruntime", plan=done.plan)
+    rows = audit_onnx(path, load(tmp_path / "checkpoint"), done.plan)
+    assert name in [row.name for row in rows if not row.passed]
 
 
 @pytest.mark.parametrize("capacity", ["64", "4096"])
