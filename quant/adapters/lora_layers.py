@@ -408,6 +408,9 @@ def prepare(config: Any, model: nn.Module) -> None:
             if type(module) is QuantLinear:
                 module.__class__ = AdaptableQuantLinear
     else:
+        for name, module in model.named_modules():
+            if isinstance(module, QuantLinear) and name.endswith(tuple(config.modules_to_save or ())):
+                raise UserError(f"modules_to_save holds {name}, whose codes do not train: take it in target_modules")
         initialization = config.init_lora_weights
         if isinstance(initialization, str) and initialization.lower().startswith(_INTO_THE_BASE):
             raise UserError(
