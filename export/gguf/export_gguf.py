@@ -60,6 +60,8 @@ from quant.recipes.layers import stacking_of
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import embedding_format
 
+# Rows of an embedding that are rounded together; a search keeps some twenty copies of them in FP32.
+_EMBEDDING_ROWS = 8192
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
 
 _WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -350,6 +352,7 @@ def write_gguf(
     plan: Plan | None = None,
     *,
     words: Mapping[str, Any] | None = None,
+    device: torch.device | None = None,
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
 ) -> dict[str, Any]:
     """Writes a model of transformers, with quantized layers, as the GGUF file `path`.
@@ -359,6 +362,7 @@ def write_gguf(
         path: appears when the whole file is written; one that is there is replaced.
         plan: what is refused in it: work for run time that llama.cpp does not have.
         words: the metadata of the tokenizer, as `vocabulary` makes them; None writes a file for token ids.
+        device: where the embedding, which the model has in 16 bit, is rounded; None is the model's own.
 
     Returns:
         `files`: the size by name; `types`: how many tensors have each type of ggml.
@@ -370,7 +374,7 @@ def write_gguf(
     config: Any = getattr(model, "config", None)
     architecture = check_gguf(model, plan)
     fields, factors = metadata_of(config, architecture)
-    entries = [*tensors_of(model, architecture), *(_dense(key, value) for key, value in factors.items())]
+    entries = [*tensors_of(model, architecture, device), *(_dense(key, value) for key, value in factors.items())]
     types = [entry.kind for entry in entries]
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_directory(path) as folder:
@@ -460,7 +464,7 @@ def gguf_notes(model: nn.Module, plan: Plan | None) -> list[str]:
     return notes
 
 
-def tensors_of(model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
+def tensors_of(model: nn.Module, architecture: Architecture, device: torch.device | None = None) -> Iterator[Entry]:
     """Yields the tensors of the file; UserError for one that llama.cpp has no name or no type for."""
     gguf = require("gguf", "hf")
     config: Any = model.config
@@ -474,9 +478,7 @@ def tensors_of(model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
             format = embedding_format(formats, is_tied=is_tied, width=weight.shape[1])
             if format is not None:
                 stored = names.get_name(name, try_suffixes=(".weight",))
-                # In the model it stays in 16 bit.
-                make = partial(lambda w, f: to_blocks(quantize(w, f, rule="mse")), weight, format)
-                yield Entry(stored, format.gguf, tuple(weight.shape), make)
+                yield Entry(stored, format.gguf, tuple(weight.shape), partial(_rounded, weight, format, device))
                 continue
         if isinstance(weight, BlockScaledTensor):
             _check_format(name, weight.format, weight.shape[-1], architecture)
@@ -487,6 +489,12 @@ def tensors_of(model: nn.Module, architecture: Architecture) -> Iterator[Entry]:
             if stored is None:
                 raise UserError(f"{name}: llama.cpp's {architecture.name} has no tensor for it")
             yield from _entries(stored, rows.weight)
+
+
+def _rounded(weight: Tensor, format: Format, device: torch.device | None) -> np.ndarray[Any, Any]:
+    """Returns the blocks of a matrix that the model has in 16 bit; rows are rounded by themselves, some at a time."""
+    parts = weight.split(_EMBEDDING_ROWS)
+    return np.concatenate([to_blocks(quantize(p.to(device or p.device), format, rule="mse").to("cpu")) for p in parts])
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import os
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +33,7 @@ from quant.calibration.walk import learned_rotation
 from quant.calibration.walk.block import Settings
 from quant.calibration.walk.walk import BlockStore, ModelWalk
 from quant.evaluation.evaluate import evaluate
+from quant.export.gguf import export_gguf
 from quant.kernels.linear.experts import QuantExperts
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.models.open_model import open_model
@@ -396,6 +398,23 @@ def test_an_allocation(solver: str, device: torch.device) -> None:
     assert bits_per_weight(found.plan.quantized) <= 6.0
     assert len({m.weight for m in found.plan.quantized}) == 2
     check_as_good(found.model, wanted.model, base())
+
+
+def test_the_embedding_of_a_gguf_file(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("gguf", reason="comes with the extra hf")
+    monkeypatch.setattr(export_gguf, "_EMBEDDING_ROWS", 100)  # which does not divide its rows
+    rounded_on, quantize = list[str](), export_gguf.quantize
+
+    def seen(weight: torch.Tensor, *args: Any, **options: Any) -> Any:
+        rounded_on.append(weight.device.type)
+        return quantize(weight, *args, **options)
+
+    monkeypatch.setattr(export_gguf, "quantize", seen)
+    result = quant.quantize(base(), "q4_0", solver="rtn")
+    for name, place in (("here", None), ("there", device)):
+        export_gguf.write_gguf(result.model, tmp_path / name / "model.gguf", result.plan, device=place)
+    assert (tmp_path / "there/model.gguf").read_bytes() == (tmp_path / "here/model.gguf").read_bytes()
+    assert rounded_on == ["cpu"] * 3 + [device.type] * 3
 
 
 @pytest.mark.skipif(not SECOND, reason="test_second_device registers the device, in a process of its own")
