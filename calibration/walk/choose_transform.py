@@ -155,6 +155,7 @@ def _losses(model: nn.Module, plan: Plan, data: Tensor, session: Session) -> dic
     held_out, rows = data[order[:HELD_OUT]], data[order[HELD_OUT : HELD_OUT + ROWS].sort()[0]]
     names = {layer.name for layer in find_layers(model)}
     session = replace(session, store=Store())  # the steps of a trial are not those of the run
+    session.report("choose", 0, len(TRIED))
     original, losses = _Original(model, held_out, session), {}
     for number, prefix in enumerate(TRIED, 1):
         trial = trial_plan(model, plan, prefix)

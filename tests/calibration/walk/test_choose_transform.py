@@ -107,6 +107,14 @@ def test_a_run_tells_its_choice_and_counts_its_time() -> None:
     assert {layer.solver for layer in plan.quantized} == {record["solver"]}
 
 
+def test_trials_are_reported_from_the_start() -> None:
+    reports = list[tuple[str, int, int]]()
+    model = llama(num_hidden_layers=1)
+    plan = quant.make_plan(model, "nvfp4", effort=2)
+    choice.choose_transform(model, plan, ROWS, Session(progress=lambda *report: reports.append(report)))
+    assert reports == [("choose", done, 3) for done in range(4)]
+
+
 def test_the_time_of_a_run_names_its_choice(tmp_path: Path) -> None:
     llama(num_hidden_layers=1).save_pretrained(tmp_path / "model")
     outcome = run(Request(tmp_path / "model", recipe="nvfp4", data=ROWS, effort=2, out=tmp_path / "out"), Sentences())
