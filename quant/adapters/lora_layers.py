@@ -10,7 +10,7 @@ Private parts of PEFT are touched in this file alone (tried with 0.19 to 0.21): 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -408,8 +408,10 @@ def prepare(config: Any, model: nn.Module) -> None:
             if type(module) is QuantLinear:
                 module.__class__ = AdaptableQuantLinear
     else:
+        saved = tuple(config.modules_to_save or ())
         for name, module in model.named_modules():
-            if isinstance(module, QuantLinear) and name.endswith(tuple(config.modules_to_save or ())):
+            holders = accumulate(name.split("."), "{}.{}".format)  # PEFT copies a whole block, too
+            if isinstance(module, QuantLinear | QuantExperts) and any(each.endswith(saved) for each in holders):
                 raise UserError(f"modules_to_save holds {name}, whose codes do not train: take it in target_modules")
         initialization = config.init_lora_weights
         if isinstance(initialization, str) and initialization.lower().startswith(_INTO_THE_BASE):

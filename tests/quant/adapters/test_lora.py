@@ -244,10 +244,11 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         config(tiny_models.llama())
     with pytest.raises(UserError, match="init_lora_weights='pissa' subtracts"):
         config(done.model, init_lora_weights="pissa")
-    with pytest.raises(
-        UserError, match=r"modules_to_save holds model\.layers\.0\.\S*q_proj, whose codes do not train: take"
-    ):
-        config(done.model, modules_to_save=["q_proj"])
+    for saved in ("q_proj", "self_attn"):
+        with pytest.raises(
+            UserError, match=r"modules_to_save holds model\.layers\.0\.\S*q_proj, whose codes do not train: take"
+        ):
+            config(done.model, modules_to_save=[saved])
     trained = peft.get_peft_model(done.model, config(done.model, target_modules=["q_proj"]))  # as it advises
     assert any("q_proj" in name and each.requires_grad for name, each in trained.named_parameters())
     done = quantized("nvfp4")
