@@ -85,7 +85,7 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
 
 def _loras(directory: Path) -> list[Path]:
     """Returns the files of a directory that hold a LoRA, as diffusers and as other trainers name its tensors."""
-    marks = (".lora_A", ".lora_B", ".lora_down", ".lora_up", ".lora.down", ".lora.up")
+    marks = (".lora_A", ".lora_down", "lora.down", "lora1.down", "lora2.down")
     return [
         file for file in directory.glob("*.safetensors")
         if any(mark in name for name in safetensors_file(file).keys() for mark in marks)  # noqa: SIM118

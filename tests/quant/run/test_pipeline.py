@@ -353,6 +353,15 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         assert not out.exists() and not list(tmp_path.glob(".*")), expected
 
 
+@pytest.mark.parametrize(
+    "name", ["a.lora_A.weight", "lora_unet_a.lora_down.weight", "a.processor.to_q_lora.down.weight", "a.lora.down.weight"]
+)
+def test_a_lora_is_known_by_its_tensors(name: str, tmp_path: Path) -> None:
+    save_file({name: torch.zeros(4, 64)}, tmp_path / "style.safetensors")
+    save_file({"down_blocks.0.weight": torch.zeros(4, 64)}, tmp_path / "model.safetensors")
+    assert pipelines._loras(tmp_path) == [tmp_path / "style.safetensors"]
+
+
 def _quantized_in_place(directory: Path) -> None:
     pipe = pipelines.open_pipeline(directory)
     quant.quantize(pipe.transformer, "fp8_channel", solver="rtn")
