@@ -354,7 +354,8 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
 
 
 @pytest.mark.parametrize(
-    "name", ["a.lora_A.weight", "lora_unet_a.lora_down.weight", "a.processor.to_q_lora.down.weight", "a.lora.down.weight"]
+    "name",
+    ["a.lora_A.weight", "lora_unet_a.lora_down.weight", "a.processor.to_q_lora.down.weight", "a.lora.down.weight"],
 )
 def test_a_lora_is_known_by_its_tensors(name: str, tmp_path: Path) -> None:
     save_file({name: torch.zeros(4, 64)}, tmp_path / "style.safetensors")
