@@ -49,7 +49,7 @@ from quant.recipes.callers_model import unwrapped
 from quant.recipes.layers import find_layers
 from quant.recipes.plan import LayerPlan, Plan, groups_by_input
 from quant.recipes.plan_check import check_plan_fits
-from quant.recipes.plan_make import grouped_layers, make_plan
+from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import Recipe
 from quant.training import qat_layers
 from quant.training.low_precision.conversion import plan_of_recipes, to_plain_layers
@@ -158,7 +158,6 @@ def prepare_qat(
         start = Start.of_original(model, plan)
         session = Session.on(device, progress=progress)
         with restored_on_error(model), callers_model.uncompiled(model):
-            _warn_of_bypassed_layers(model, plan)
             plan = solve_plan(model, plan, data, session, rounded=start.rounded.__setitem__).plan
     _check_plan(plan)
     try:
@@ -219,24 +218,6 @@ def _check_trainable(plan: Plan, model: nn.Module) -> None:
                 f"{layer.name}: its weight is frozen (requires_grad is False), and QAT trains weights; freeze layers "
                 "after prepare_qat, from model.requires_grad_(True), or leave this one out with exclude="
             )
-
-
-def _warn_of_bypassed_layers(model: nn.Module, plan: Plan) -> None:
-    """Warns of layers that a model multiplies by without calling them, which is found where it runs on tokens."""
-    config = getattr(model, "config", None)
-    fields = dict(vars(config)) if hasattr(config, "__dict__") else None
-    mark_quantized(model)  # some models call their layers then
-    layers, _ = grouped_layers(model, None)
-    if fields is not None:
-        vars(config).clear()
-        vars(config).update(fields)
-    bypassed = [layer.name for layer in layers if layer.is_bypassed and layer.name in {m.name for m in plan.quantized}]
-    if bypassed:
-        warn(
-            f"{bypassed[0]}: the model does not call this layer ({counted(len(bypassed), 'such layer')}); if its code "
-            "multiplies by the weight itself, training does not round it, and the packed model differs from the "
-            "trained one: start again with this layer in exclude="
-        )
 
 
 def _check_optimizers(

@@ -156,6 +156,7 @@ class InputRange:
     passes: int = 0  # training passes so far
     seen: int = 0  # inputs that were looked at
     clipped: Tensor | None = None  # how many of them were beyond the range; None before the first
+    is_called: bool = False  # whether a forward pass has reached the layer
 
     @property
     def share(self) -> float:
@@ -342,8 +343,8 @@ class RoundedWeight(nn.Module):
         return learned_step(owner.start_step, whole, self.weight_format).to(self.weight.device)
 
     def remember_dtype(self) -> None:
-        """Makes all fused layers round their weights to the dtype that this one's has in a forward pass."""
-        dtype = self.weight.dtype
+        """Makes all fused layers round their weights to the dtype that this one's has as a forward pass begins."""
+        self.inputs.is_called, dtype = True, self.weight.dtype
         if dtype != self.trained_in and dtype in (torch.float16, torch.bfloat16):
             for member in (self, *self.fusion.members):
                 member.trained_in = dtype

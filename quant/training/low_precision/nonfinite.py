@@ -52,17 +52,18 @@ class GradientWatch:
         if action not in ACTIONS:
             raise UserError(f"on_nonfinite={action!r}: unknown; {known_names(action, ACTIONS)}")
         self.action = action
-        self._warns_of_resuming = self._warns_of_eval_mode = True
+        self._warns_of_resuming = self._warns_of_eval_mode = self._warns_of_bypassed = True
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
-        warns = self._warns_of_resuming, self._warns_of_eval_mode
+        warns = self._warns_of_resuming, self._warns_of_eval_mode, self._warns_of_bypassed
         return {"action": self.action, "warns": warns, "model": self._model()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.action, (self._warns_of_resuming, self._warns_of_eval_mode) = state["action"], state["warns"]
+        self.action = state["action"]
+        self._warns_of_resuming, self._warns_of_eval_mode, self._warns_of_bypassed = state["warns"]
         self._optimizers, self._replicas = weakref.WeakSet(), weakref.WeakSet()
         # The copy of the model, which is still without its layers: they are looked up at each step.
         self.start(state["model"])
@@ -112,6 +113,9 @@ class GradientWatch:
         if optimizer not in self._optimizers:
             self._optimizers.update([optimizer, *optimizers_of(own)])
             self._replicas.update(find_replicas(model))
+        if self._warns_of_bypassed:
+            self._warns_of_bypassed = False
+            _warn_of_bypassed_layers(model)
         agree_on_histories(trained.values(), self._replicas)
         agree_on_input_scales(model, self._replicas)
         all_held = [parameter for each in list(self._optimizers) for parameter in _held(each)]
@@ -163,6 +167,27 @@ def _warn_of_resuming(optimizer: torch.optim.Optimizer, layers: _Layers) -> None
             "to resume a checkpoint, load the state of the report that to_low_precision_training returned: "
             "report.load_state_dict, accelerator.register_for_checkpointing(report) or "
             "Trainer(callbacks=[report.trainer_callback()])"
+        )
+
+
+def _warn_of_bypassed_layers(model: nn.Module) -> None:
+    """Warns of layers that have a gradient and were never called: some code multiplies by their weight itself."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, LowPrecisionLinear):
+            # An expert that no token has reached on this rank may have a gradient of the other ranks.
+            state = module.low_precision
+            was_called = state.weight_dtype is not None or not module.training or len(state.siblings) > 1
+        else:
+            was_called = not isinstance(module, RoundedWeight) or module.inputs.is_called or ".experts." in name
+        if not was_called and module.weight.grad is not None:
+            names.append(name)
+    if names:
+        others = f" (and {len(names) - 1} more)" if names[1:] else ""
+        warn(
+            f"{names[0]}: its weight has a gradient, and the layer was never called{others}; code that multiplies by "
+            "the weight itself trains it unrounded, and the packed model differs from the trained one: call the layer "
+            "there, or start again with it in exclude="
         )
 
 

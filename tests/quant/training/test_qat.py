@@ -653,15 +653,71 @@ class _Bypassing(nn.Module):
         return self.second(functional.linear(self.embed(ids), self.first.weight).tanh())  # type: ignore[no-any-return]
 
 
+def _steps(model: nn.Module, inputs: torch.Tensor) -> list[str]:
+    """Makes two steps of training; returns the warnings."""
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model.train()(inputs).square().mean().backward()
+            optimizer.step()
+    return [str(each.message) for each in caught]
+
+
+BYPASSED = (
+    "first: its weight has a gradient, and the layer was never called; code that multiplies by the weight itself "
+    "trains it unrounded, and the packed model differs from the trained one: call the layer there, or start again "
+    "with it in exclude="
+)
+
+
 def test_a_layer_that_is_multiplied_by_without_a_call_is_named() -> None:
-    with pytest.warns(UserWarning, match=r"^first: the model does not call this layer \(1 such layer\).*exclude="):
-        quant.prepare_qat(_Bypassing(), "nvfp4a16")
+    model = _Bypassing()
+    quant.prepare_qat(model, "nvfp4a16")
+    assert _steps(model, ROWS) == [BYPASSED]
+    trained = model.eval()(ROWS)
+    quant.pack(model)
+    assert not torch.equal(model(ROWS), trained)
     model = _Bypassing()
     plan = quant.prepare_qat(model, "nvfp4a16", exclude="first")
     assert [layer.name for layer in plan.quantized] == ["second"]
+    assert _steps(model, ROWS) == []
     trained = model.eval()(ROWS)
     quant.pack(model)
     assert torch.equal(model(ROWS), trained)
+
+
+class _BypassingRows(nn.Module):
+    """Takes rows of numbers, which nothing can stand in for, and never uses its last layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.start, self.first, self.unused = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.start(x) @ self.first.weight.T  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("method", ["fp8_rowwise", "mxfp8", "qat", "quantized before"])
+def test_a_layer_that_is_never_called_is_told_from_an_unused_one(method: str) -> None:
+    rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+
+    def prepared(**options: Any) -> nn.Module:
+        model = _BypassingRows()
+        if method == "quantized before":
+            plan = quant.quantize(model, "mxfp8", **options).plan
+            quant.prepare_qat(model, plan)
+        elif method == "qat":
+            quant.prepare_qat(model, "mxfp8", **options)
+        else:
+            quant.to_low_precision_training(model, method, **options)
+        return model
+
+    assert _steps(prepared(), rows) == [BYPASSED]
+    assert _steps(prepared(exclude="first"), rows) == []
+    compiled = torch.compile(prepared(exclude="first"), backend="eager")
+    assert _steps(compiled, rows) == []
 
 
 def test_low_precision_leaves_such_a_layer_in_16_bit() -> None:
