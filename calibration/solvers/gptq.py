@@ -66,8 +66,8 @@ _LAZY = 128
 _CODES, _HUGE = 256, 1e30
 # Columns solved together where scales are fixed beforehand.
 _FIXED_WIDTH = 32
-# Rows whose scales are searched together on a CPU, where what is computed of them then stays in the cache.
-_TILE = 128
+# Numbers of a block under its candidate scales that a CPU computes together: they stay in the cache.
+_TILE = 1 << 17
 # Columns of a factor that are taken together on a CPU and on a GPU.
 _SLAB, _SLAB_GPU = 256, 2048
 # Columns of a triangular matrix that a GPU inverts, of a matrix that it factorizes by itself, and leaves of a matrix
@@ -540,35 +540,36 @@ def search_block(
     All candidate scales of each row are tried without feedback first; the best `shortlist` are tried with it.
     """
     inverse = _to_errors(U) if to_errors is None else to_errors
-    tiles = block.split(len(block.t()) if block.is_cuda else _TILE, dim=1)
-    chosen = [_shortlisted_scales(tile, inverse, format, global_scale, shortlist) for tile in tiles]
-    scales = torch.cat(chosen, dim=1)
+    scales = _tried_scales(block, format, global_scale)
+    if shortlist < len(scales):
+        rows = block.shape[1] if block.is_cuda else max(_TILE // (len(block) * len(scales)), 1)
+        tiles = zip(block.split(rows, dim=1), scales.split(rows, dim=1), strict=True)
+        losses = [_losses(tile, tried * global_scale, inverse, format) for tile, tried in tiles]
+        best = [loss.topk(shortlist, dim=0, largest=False).indices for loss in losses]
+        scales = scales.gather(0, torch.cat(best, dim=1))
     values, errors = round_with_feedback(block, U, (scales * global_scale)[None], format.element)
     best = errors.square().sum(0).argmin(0, keepdim=True)
     index = best.expand(len(block), 1, -1)
     return values.gather(1, index)[:, 0], errors.gather(1, index)[:, 0], scales.gather(0, best)[0]
 
 
-def _shortlisted_scales(
-    block: Tensor, to_errors: Tensor, format: Format, global_scale: Tensor, shortlist: int
-) -> Tensor:
-    """Returns the scales `[shortlist, n]` of a block `[k, n]` that lose least without feedback."""
+def _tried_scales(block: Tensor, format: Format, global_scale: Tensor) -> Tensor:
+    """Returns the scales `[candidates, n]` that are tried for a block `[k, n]`."""
     amax = block.abs().amax(0)
     if format.scale is E4M3:
-        scales = torch.stack(candidate_scales(amax, format, global_scale))
-    else:
-        # Powers of two (E8M0) and wide scales: the rule `max`, then the search's candidates around it.
-        nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
-        searched = candidate_scales(amax.view_as(nearest), format, global_scale)
-        scales = torch.stack([scale.view(-1) for scale in (nearest, *searched)])
-    if shortlist >= len(scales):
-        return scales
-    step = scales * global_scale
+        return torch.stack(candidate_scales(amax, format, global_scale))
+    # Powers of two (E8M0) and wide scales: the rule `max`, then the search's candidates around it.
+    nearest = SCALE_RULES["max"](block.t()[:, None, None], format, global_scale)
+    searched = candidate_scales(amax.view_as(nearest), format, global_scale)
+    return torch.stack([scale.view(-1) for scale in (nearest, *searched)])
+
+
+def _losses(block: Tensor, step: Tensor, to_errors: Tensor, format: Format) -> Tensor:
+    """Returns what each step `[candidates, n]` loses on a block `[k, n]` without feedback."""
     in_steps = block[:, None] / step
     # In grid steps, which are squared and multiplied in only after the sum.
     off = _nearest(in_steps, format.element).sub_(in_steps)
-    loss = (to_errors @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
-    return scales.gather(0, loss.topk(shortlist, dim=0, largest=False).indices)
+    return (to_errors @ off.flatten(1)).square_().sum(0).view(step.shape).mul_(step).mul_(step)
 
 
 def search_codes(
