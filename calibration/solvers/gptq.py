@@ -545,8 +545,8 @@ def search_block(
         rows = block.shape[1] if block.is_cuda else max(_TILE // (len(block) * len(scales)), 1)
         tiles = zip(block.split(rows, dim=1), scales.split(rows, dim=1), strict=True)
         losses = [_losses(tile, tried * global_scale, inverse, format) for tile, tried in tiles]
-        best = [loss.topk(shortlist, dim=0, largest=False).indices for loss in losses]
-        scales = scales.gather(0, torch.cat(best, dim=1))
+        shortlists = [loss.topk(shortlist, dim=0, largest=False).indices for loss in losses]
+        scales = scales.gather(0, torch.cat(shortlists, dim=1))
     values, errors = round_with_feedback(block, U, (scales * global_scale)[None], format.element)
     best = errors.square().sum(0).argmin(0, keepdim=True)
     index = best.expand(len(block), 1, -1)
