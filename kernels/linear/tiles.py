@@ -356,7 +356,7 @@ def prefill_tiles(
 # there to `FEW`, each power of two has its own tile.
 _SAME = 16
 edition = 0  # counts the changes of this machine's tables in this process: a choice from an earlier one is out of date
-_SHIPPED = Path(__file__).resolve().parents[1] / "tuned"
+_SHIPPED = Path(__file__).with_name("tuned")
 
 
 @dataclass(frozen=True)

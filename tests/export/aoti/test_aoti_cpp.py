@@ -1,4 +1,4 @@
-"""A package runs without Python: the program of export/cpp, compiled against this torch, gives what Python gives."""
+"""A package runs without Python: the program of export/aoti/cpp, compiled against this torch, gives Python's outputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from quant.run.api import quantize
 
 pytestmark = pytest.mark.slow
 
-SOURCE = ROOT / "export" / "cpp"
+SOURCE = ROOT / "export" / "aoti" / "cpp"
 
 
 def built(source: Path, build: Path) -> Path:

@@ -1,6 +1,8 @@
 """An exception that nobody expected names the code that it came from."""
 
 import re
+import subprocess
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from samples import ROOT
 
 from quant.base import errors
 from quant.cli.command import Command
@@ -76,3 +79,21 @@ def test_a_warning_of_a_library_that_python_makes_an_error_is_named() -> None:
     result = CliRunner().invoke(Command("work", callback=run))
     expected = "error: -W or PYTHONWARNINGS makes an error of a warning: `old` is deprecated (DeprecationWarning at "
     assert result.exit_code == 2 and result.output.startswith(expected)
+
+
+@pytest.mark.parametrize("kind", ["OSError", "ImportError", "nothing"])
+def test_a_torch_that_cannot_be_imported_is_named(kind: str, tmp_path: Path) -> None:
+    reason = "libcudart.so.13: cannot open shared object file"
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}]; sys.argv[:] = ['quant', 'doctor']\n"
+    if kind == "nothing":
+        code += "sys.modules['torch'] = None\n"
+        reason = "import of torch halted; None in sys.modules"  # as Python words it here
+    else:
+        (tmp_path / "torch").mkdir()
+        (tmp_path / "torch" / "__init__.py").write_text(f"raise {kind}({reason!r})\n")
+        code += f"sys.path.insert(0, {str(tmp_path)!r})\n"
+    code += "from quant.__main__ import quant; quant()"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    way_out = "install it again as pytorch.org says: pip install torch"
+    assert result.returncode == 2
+    assert result.stderr.strip() == f"error: PyTorch cannot be imported ({reason}); {way_out}"
