@@ -319,7 +319,7 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="compile every kernel and stop")
     parser.add_argument("--search", action="store_true", help="measure all candidates, not only what a call takes")
     parser.add_argument("--json", type=Path, help="also write the rows, every candidate with its time, to this file")
-    parser.add_argument("--table", type=Path, help="also write what --search found as a table for kernels/linear/tuned/")
+    parser.add_argument("--table", type=Path, help="write what --search found as a table for kernels/linear/tuned/")
     parser.add_argument("--plot", type=Path, help="also draw NVFP4 over cuBLAS by tokens here: .png or .svg")
     parser.add_argument("--limit", type=float, help="seconds, after which the table shows what is there")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)

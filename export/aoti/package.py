@@ -15,8 +15,8 @@
     quant::fp8_attention              our Triton kernel, inside the package           the reference, as a graph
 
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
-program is in `export/aoti/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so that
-their input is rounded once. A package runs on the kind of GPU that it was compiled on, for kernels are tuned there.
+program is in `export/aoti/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so
+that their input is rounded once. A package runs on the kind of GPU that it was compiled on, for kernels are tuned there.
 
 `export_aoti_decoder` compiles a decoder's serving graph into one package, which reads prompts and decodes.
 

@@ -1,4 +1,4 @@
-"""A package runs without Python: the program of export/aoti/cpp, compiled against this torch, gives Python's outputs."""
+"""A package runs without Python: the program of export/aoti/cpp, compiled here, gives Python's outputs."""
 
 from __future__ import annotations
 
