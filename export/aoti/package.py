@@ -16,7 +16,7 @@
 
 So the package needs neither Python nor this library: C++ loads it with `torch::inductor::AOTIModelPackageLoader` (a
 program is in `export/aoti/cpp`), Python with `load_aoti`. Equal input scales, as of q, k and v, become one tensor, so
-that their input is rounded once. A package runs on the kind of GPU that it was compiled on, for kernels are tuned there.
+that their input is rounded once. A package runs on the kind of GPU that compiled it, for kernels are tuned there.
 
 `export_aoti_decoder` compiles a decoder's serving graph into one package, which reads prompts and decodes.
 
