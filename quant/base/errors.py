@@ -8,7 +8,6 @@ import difflib
 import gc
 import html
 import importlib
-import json
 import platform
 import re
 import shlex
@@ -23,8 +22,6 @@ from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import ModuleType
-from urllib.parse import urlsplit
-from urllib.request import url2pathname
 
 
 def known_names(name: object, choices: Iterable[str], nouns: str = "", *, more: str = "") -> str:
@@ -205,33 +202,24 @@ PACKAGES = {
 def install_command(extra: str) -> str:
     """Returns the command that adds extras of `pyproject.toml`, such as `hf,data`, to this installation.
 
-    No package index has the distribution yet, so it is installed from where this copy came from: `pip install -e
-    '/home/me/blockscale[hf]'` for a copy that is imported from a checkout, and without `-e` for one that pip
-    copied from a directory which is still there. For a wheel from elsewhere, `pip install '.[hf]'` and where to run it.
+    `pip install -e '/home/me/blockscale[hf]'` for a copy that is imported from a checkout. For one that pip installed,
+    from wherever, `pip install 'blockscale[hf]'`: pip finds it in place and adds what the extra needs. For any other
+    copy `pip install '.[hf]'`, and where to run it.
     """
     checkout = Path(__file__).resolve().parents[2]
-    if _is_ours(checkout):
+    project = checkout / "pyproject.toml"
+    if project.is_file() and f'name = "{_DISTRIBUTION}"' in project.read_text(encoding="utf-8"):
         return f"pip install -e {_quoted(f'{checkout}[{extra}]')}"
-    # pip notes the directory that it installed from in `direct_url.json` (PEP 610).
     try:
-        direct_url_json = metadata.distribution(_DISTRIBUTION).read_text("direct_url.json")
+        metadata.distribution(_DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        direct_url_json = None
-    url = urlsplit(json.loads(direct_url_json)["url"]) if direct_url_json else None
-    directory = Path(url2pathname(url.path)) if url is not None and url.scheme == "file" else None
-    if directory is not None and _is_ours(directory):
-        return f"pip install {_quoted(f'{directory}[{extra}]')}"
-    return f"pip install {_quoted(f'.[{extra}]')} in a checkout of Blockscale"
+        return f"pip install {_quoted(f'.[{extra}]')} in a checkout of Blockscale"
+    return f"pip install {_quoted(f'{_DISTRIBUTION}[{extra}]')}"
 
 
 def _quoted(word: str) -> str:
     # For Windows' shell an apostrophe is a letter.
     return f'"{word}"' if sys.platform == "win32" else shlex.quote(word)
-
-
-def _is_ours(directory: Path) -> bool:
-    project = directory / "pyproject.toml"
-    return project.is_file() and f'name = "{_DISTRIBUTION}"' in project.read_text(encoding="utf-8")
 
 
 _REPORTED = (

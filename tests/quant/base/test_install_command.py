@@ -1,11 +1,12 @@
-"""The command for a missing extra is compared with what pip notes, and with the directory that pip would read."""
+"""The command for a missing extra is compared with what pip makes of it."""
 
 from __future__ import annotations
 
-import json
+import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -22,29 +23,22 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch
     return monkeypatch
 
 
-def note(monkeypatch: pytest.MonkeyPatch, text: str | None) -> None:
-    monkeypatch.setattr(metadata, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
-
-
 def test_a_checkout_is_named() -> None:
     assert install_command("hf,data") == f"pip install -e '{ROOT.resolve()}[hf,data]'"
 
 
-def test_the_directory_that_pip_installed_from_is_named(wheel: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    source = tmp_path / "with space"
-    source.mkdir()
-    note(wheel, json.dumps({"url": source.as_uri(), "dir_info": {}}))
-    assert install_command("hf") == "pip install '.[hf]' in a checkout of Blockscale"  # it is gone
-    (source / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    assert install_command("hf") == "pip install '.[hf]' in a checkout of Blockscale"
-    (source / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    assert install_command("hf") == f"pip install '{source}[hf]'"
-
-
-@pytest.mark.parametrize("text", [None, '{"url": "https://example.org/blockscale-1.whl", "archive_info": {}}'])
-def test_a_wheel_from_elsewhere_needs_a_checkout(wheel: pytest.MonkeyPatch, text: str | None) -> None:
-    note(wheel, text)
-    assert install_command("hf") == "pip install '.[hf]' in a checkout of Blockscale"
+def test_an_installed_copy_is_named_which_pip_finds_in_place(wheel: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert install_command("hf,data") == "pip install 'blockscale[hf,data]'"
+    # pip's own reading of it: the installed copy fulfils the requirement, and only the extra's packages are looked for.
+    folder = tmp_path / "blockscale-9.0.dist-info"
+    folder.mkdir()
+    lines = ["Metadata-Version: 2.1", "Name: blockscale", "Version: 9.0", "Provides-Extra: hf"]
+    (folder / "METADATA").write_text("\n".join([*lines, 'Requires-Dist: not-there-at-all; extra == "hf"', ""]))
+    command = ["-m", "pip", "--disable-pip-version-check", "install", "--no-index", "blockscale[hf]"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment)
+    assert f"Requirement already satisfied: blockscale[hf] in {tmp_path}" in result.stdout
+    assert "No matching distribution found for not-there-at-all" in result.stderr
 
 
 def test_a_copy_that_is_not_installed_needs_a_checkout(wheel: pytest.MonkeyPatch) -> None:
