@@ -4,7 +4,8 @@
     python benchmarks/diffusion_speed.py --only flux,wan        flux, wan, branch or quantize
     python benchmarks/diffusion_speed.py --profile fp8_channel  also lists the kernels of a method
 
-    flux        1 block of two streams and 2 of one (19 and 38 in Flux.1), width 3,072, 512 tokens of text
+    flux        a block of two streams, and one of one stream, run twice (19 and 38 in Flux.1), width 3,072, 512 tokens
+                of text
     wan         1 block of Wan 2.1 14B, width 5,120, 512 tokens of text
     branch      what the parts of a layer in fp8_channel with a branch of rank 32 take, apart and as columns
     quantize    `quantize PIPELINE --solver gptq` on the whole Flux.1, from disk to disk
@@ -12,14 +13,15 @@
 Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
 is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
 Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on Hopper. torchao's and Transformer Engine's rows
-quantize the same layers. Each row is a process of its own: they compile at once, and the first that is ready is timed
-twice, of which the lesser time counts, while the others are stopped. A peer that does not run is a row too. Errors are
-relative, of the outputs of the blocks against BF16.
+quantize the same layers. A few processes compile rows at once, the first methods of the list first; a row that is ready
+is timed twice, of which the lesser time counts, while the other processes are stopped. Rows are printed as they come. A
+peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
 """
 
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import os
@@ -31,12 +33,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import click
 import torch
@@ -54,10 +58,10 @@ SIZES = {"flux": ((64, 64), (182, 180)), "wan": ((4, 32, 32), (21, 30, 52))}
 
 
 def flux(grid: tuple[int, ...]) -> tuple[nn.Module, dict[str, Any]]:
-    """Blocks of Flux.1 with the call of its transformer."""
+    """A block of Flux.1 of either kind, with the call of its transformer."""
     import diffusers
 
-    model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=2, guidance_embeds=True)
+    model = diffusers.FluxTransformer2DModel(num_layers=1, num_single_layers=1, guidance_embeds=True)
     ids = torch.zeros(math.prod(grid), 3)
     ids[:, 1:] = torch.cartesian_prod(*(torch.arange(size) for size in grid))
     call = {
@@ -193,62 +197,88 @@ def branches_apart(run: Callable[[nn.Module], None]) -> Callable[[nn.Module], No
     def run_apart(model: nn.Module) -> None:
         from quant.kernels.linear import quant_linear
 
-        quant_linear.takes_branch = lambda *_: False
-        run(model)
+        with mock.patch.object(quant_linear, "takes_branch", return_value=False):
+            run(model)
 
     return run_apart
 
 
 def methods() -> dict[str, Callable[[nn.Module], None]]:
-    """What is timed, by name; the first is the measure of the others."""
+    """What is timed, by name, in this order; the first is the measure of the others."""
+    branch = "ours, fp8_channel+lowrank:32"
     rows: dict[str, Callable[[nn.Module], None]] = {
         "BF16": lambda model: None,
         "ours, fp8_channel": ours("fp8_channel"),
         "ours, fp8_channel and FP8 attention": ours("fp8_channel", attention=True),
-        "ours, fp8_channel+lowrank:32": ours("fp8_channel", rank=32),
-        "ours, fp8_channel+lowrank:32, branches in 16 bit": branches_apart(ours("fp8_channel", rank=32)),
-        "ours, fp8_channel+lowrank:32 and FP8 attention": ours("fp8_channel", attention=True, rank=32),
     }
     if find_spec("torchao"):
-        rows |= {"torchao, FP8 per row": torchao("PerRow"), "torchao, FP8 per tensor": torchao("PerTensor")}
+        rows["torchao, FP8 per row"] = torchao("PerRow")
+    rows[branch] = ours("fp8_channel", rank=32)
+    rows[f"{branch} and FP8 attention"] = ours("fp8_channel", attention=True, rank=32)
     if find_spec("transformer_engine"):
-        rows |= {
-            "Transformer Engine, FP8 current scaling": transformer_engine("Float8CurrentScaling"),
-            "Transformer Engine, FP8 delayed scaling": transformer_engine("DelayedScaling"),
-        }
+        rows["Transformer Engine, FP8 current scaling"] = transformer_engine("Float8CurrentScaling")
+    rows[f"{branch}, branches in 16 bit"] = branches_apart(ours("fp8_channel", rank=32))
+    if find_spec("torchao"):
+        rows["torchao, FP8 per tensor"] = torchao("PerTensor")
+    if find_spec("transformer_engine"):
+        rows["Transformer Engine, FP8 delayed scaling"] = transformer_engine("DelayedScaling")
     return rows
 
 
-def time_blocks(family: str, grid: tuple[int, ...], name: str, outputs: Path, profile: bool) -> None:
-    """Compiles the blocks with one method, and prints their microseconds for each line of standard input.
+def serve() -> None:
+    """Times the rows that standard input names, one a line of JSON, each as `time_blocks` says."""
+    for line in sys.stdin:
+        try:
+            time_blocks(*json.loads(line))
+        except Exception:
+            traceback.print_exc()
+            print("failed", flush=True)
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+        print("done", flush=True)
+
+
+def time_blocks(family: str, grid: Sequence[int], name: str, outputs: str, profile: bool) -> None:
+    """Compiles blocks with one method, prints "ready", and their microseconds for each of two lines of standard input.
 
     Their outputs are written before that.
     """
     from quant.adapters import from_diffusers  # noqa: F401 -- registers attention in FP8
 
+    started = time.time()
+    seconds: dict[str, float] = {}
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model, call = {"flux": flux, "wan": wan}[family](grid)
-    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cuda"):
+            model, call = {"flux": flux, "wan": wan}[family](tuple(grid))
+    finally:
+        torch.set_default_dtype(torch.float32)
     draw(model.eval().requires_grad_(False))
     methods()[name](model)
-    calls = calls_of_blocks(model, call)
-    compiled = [(torch.compile(block, dynamic=False), args, kwargs) for block, args, kwargs in calls]
-
-    def run() -> list[Tensor]:
-        return [each for block, args, kwargs in compiled for each in _tensors(block(*args, **kwargs))]
-
+    seconds["model"] = time.time() - started
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
     with torch.no_grad(), sdpa_kernel(backends, set_priority=True):
+        calls = calls_of_blocks(model, call)
+        seconds["eager"] = time.time() - started
+        compiled = [(torch.compile(block, dynamic=False), args, kwargs) for block, args, kwargs in calls]
+        compiled += compiled[1:]  # Flux.1 has two blocks of one stream for each of two
+
+        def run() -> list[Tensor]:
+            return [each for block, args, kwargs in compiled for each in _tensors(block(*args, **kwargs))]
+
         torch.save([each.flatten()[::8].cpu() for each in run()], outputs)  # a sample for the error
         run()
+        torch.cuda.synchronize()
         torch.cuda.empty_cache()  # for the rows that compile beside this one
+        seconds["compiled"] = time.time() - started
+        stages = ", ".join(f"{stage} {value:.1f} s" for stage, value in seconds.items())
+        click.echo(f"{family} {math.prod(grid)} {name}: {stages}", err=True)
         print("ready", flush=True)
-        for _ in sys.stdin:
-            microseconds = graph_microseconds([run])
-            print(microseconds, flush=True)
-            click.echo(f"{family} {grid} {name}: {microseconds:.1f} µs", err=True)
+        for _ in range(2):
+            sys.stdin.readline()
+            print(graph_microseconds([run]), flush=True)
         if profile:
             with torch.profiler.profile() as kernels:
                 run()
@@ -261,61 +291,109 @@ def _tensors(result: Any) -> list[Tensor]:
     return [result] if isinstance(result, Tensor) else [each for each in result if isinstance(each, Tensor)]
 
 
-def speed(sizes: Sequence[tuple[str, tuple[int, ...]]], chosen: str, jobs: int, profile: str) -> list[Row]:
-    """Milliseconds and errors of BF16 and of the chosen methods, of blocks of families at sizes."""
-    names = [name for name in methods() if name == "BF16" or re.search(chosen, name)]
-    cases = [(*size, name) for size in sizes for name in names]
-    with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(jobs) as pool:
-        files = [Path(home) / f"{i}.pt" for i in range(len(cases))]
-        # Compilers in processes of their own would be more processes than cores.
-        surroundings = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+class Worker:
+    """A process that compiles one row after the other (`serve`), so that imports are paid once."""
 
-        processes: list[subprocess.Popen[str]] = []
-        alone = threading.Lock()
+    def __init__(self, jobs: int) -> None:
+        threads = str(max((os.cpu_count() or 1) // jobs, 1))
+        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": threads, "OMP_NUM_THREADS": "1"}
+        command, pipe = [sys.executable, __file__, "--worker"], subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
 
-        def timed(case: tuple[str, tuple[int, ...], str], file: Path) -> float | None:
-            options = ["--profile", "."] if profile and re.search(profile, case[2]) else []
-            command = [sys.executable, __file__, "--row", json_text([*case, str(file)]), *options]
-            pipe = subprocess.PIPE
-            with alone:
-                process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=surroundings)
-                processes.append(process)
-            assert process.stdout is not None
-            process.stdout.readline()  # "ready", or nothing of a process that has ended
-            with alone:
-                others = [each for each in processes if each is not process]
-                for each in others:
-                    each.send_signal(signal.SIGSTOP)
-                times = [_answer(process) for _ in range(2)]
-                process.communicate()  # until its memory is free
-                for each in others:
-                    each.send_signal(signal.SIGCONT)
-            return min((each for each in times if each is not None), default=None)
+    def answer(self, line: str) -> str:
+        """Returns the line that the process prints for a line; "" of one that has ended."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            return ""
+        return self.read()
 
-        microseconds = list(pool.map(timed, cases, files))
-        rows: list[Row] = []
-        for (family, grid, name), file, time_of_row in zip(cases, files, microseconds, strict=True):
-            if name == "BF16":
-                base, exact = time_of_row, torch.load(file) if file.is_file() else []
-            row = {"blocks": family, "tokens": math.prod(grid), "method": name}
+    def read(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+
+class Workers:
+    """Workers that compile at once, and of which one alone runs while it is timed."""
+
+    def __init__(self, jobs: int, seconds: float) -> None:
+        self.jobs, self.alone = jobs, threading.Lock()
+        self.all: list[Worker] = []
+        self.idle: list[Worker] = []
+        self.is_over = False
+        self.timer = threading.Timer(seconds, self.end)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def end(self) -> None:
+        """Ends all processes, after a row that is being timed; the rows that they compile have no time."""
+        self.timer.cancel()
+        with self.alone:
+            self.is_over = True
+            for worker in self.all:
+                worker.process.kill()
+
+    def time(self, case: Sequence[Any]) -> float | None:
+        """Returns the microseconds of a row, None of one that failed; its worker is not used again then."""
+        with self.alone:
+            if self.is_over:
+                return None
+            worker = self.idle.pop() if self.idle else Worker(self.jobs)
+            self.all += [worker] * (worker not in self.all)
+        times: list[float] = []
+        if worker.answer(json_text(case)) == "ready":
+            with self.alone:
+                others = [each.process for each in self.all if each is not worker and each.process.poll() is None]
+                for process in others:
+                    process.send_signal(signal.SIGSTOP)
+                try:
+                    times = [float(worker.answer("")) for _ in range(2)]
+                    if worker.read() == "done":  # its memory is free
+                        self.idle.append(worker)
+                except ValueError:
+                    times = []
+                for process in others:
+                    process.send_signal(signal.SIGCONT)
+        if worker not in self.idle:
+            worker.process.kill()
+        return min(times, default=None)
+
+
+def speed(
+    sizes: Sequence[tuple[str, tuple[int, ...]]], names: Sequence[str], workers: Workers, profile: str
+) -> list[Row]:
+    """Milliseconds and errors of methods, BF16 first, of blocks of families at sizes."""
+    cases = [(name, *size) for name in names for size in sizes]
+    times: dict[tuple[str, str, int], float | None] = {}
+
+    with tempfile.TemporaryDirectory() as home, ThreadPoolExecutor(workers.jobs) as pool:
+
+        def file(name: str, family: str, tokens: int) -> Path:
+            return Path(home) / f"{names.index(name)}-{family}-{tokens}.pt"
+
+        def row(name: str, family: str, tokens: int) -> Row:
             figures: dict[str, float | None] = {"ms": None, "× BF16": None, "error %": None}
-            if time_of_row is not None and base is not None:
-                error = _error(torch.load(file), exact)
-                figures = {"ms": time_of_row / 1000, "× BF16": base / time_of_row, "error %": 100 * error}
-            rows.append({**row, **{key: None if value is None else round(value, 3) for key, value in figures.items()}})
-            click.echo(rows[-1], err=True)
-    return rows
+            took, base = (times.get((each, family, tokens)) for each in (name, names[0]))
+            if took is not None:
+                figures["ms"] = took / 1000
+            if took is not None and base is not None:
+                mine, exact = (torch.load(file(each, family, tokens)) for each in (name, names[0]))
+                figures |= {"× BF16": base / took, "error %": 100 * _error(mine, exact)}
+            rounded = {key: None if value is None else round(value, 3) for key, value in figures.items()}
+            return {"blocks": family, "tokens": tokens, "method": name, **rounded}
 
+        def timed(case: tuple[str, str, tuple[int, ...]]) -> None:
+            name, family, grid = case
+            key = (name, family, math.prod(grid))
+            is_profiled = bool(profile and re.search(profile, f"{family} {key[2]} {name}"))
+            times[key] = workers.time([family, grid, name, str(file(*key)), is_profiled])
+            if times[key] is not None or not workers.is_over:
+                click.echo(row(*key), err=True)
 
-def _answer(process: subprocess.Popen[str]) -> float | None:
-    """Returns the number that a process prints for a line; None of one that failed."""
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        process.stdin.write("\n")
-        process.stdin.flush()
-        return float(process.stdout.readline())
-    except (ValueError, BrokenPipeError):
-        return None
+        list(pool.map(timed, cases))
+        return [row(name, family, math.prod(grid)) for family, grid in sizes for name in names]
 
 
 def _error(results: list[Tensor], exact: list[Tensor]) -> float:
@@ -467,21 +545,21 @@ def run_timed(started: float, arguments: list[str]) -> None:
 @click.option("--only", default="flux,wan,branch,quantize", show_default=True, help="Sections, separated by commas.")
 @click.option("--method", default="", help="Only methods in whose name this expression is found, and BF16.")
 @click.option("--tokens", default=0, help="Only one of the two sizes, 4096 or 32760.")
-@click.option("--jobs", default=8, show_default=True, help="Processes that compile at once.")
-@click.option("--profile", default="", help="Also list the kernels of methods in whose name this expression is found.")
+@click.option("--jobs", default=3, show_default=True, help="Processes that compile at once.")
+@click.option("--seconds", default=1e6, help="Seconds after which blocks that are not timed yet are left out.")
+@click.option("--profile", default="", help="Also list the kernels of rows like this, such as 'flux 4096 .*channel$'.")
 @click.option("--write-only", is_flag=True, help="Only write the pipeline of the section quantize.")
 @click.option("--shared", type=click.Path(path_type=Path), help="Directory for 36 GB; /dev/shm without it.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="File for the same facts.")
-@click.option("--row", hidden=True)
+@click.option("--worker", is_flag=True, hidden=True)
 @click.option("--timed", hidden=True)
 def main(
-    only: str, method: str, tokens: int, jobs: int, profile: str, write_only: bool, shared: Path | None,
-    json_path: Path | None, row: str | None, timed: str | None,
+    only: str, method: str, tokens: int, jobs: int, seconds: float, profile: str, write_only: bool,
+    shared: Path | None, json_path: Path | None, worker: bool, timed: str | None,
 ) -> None:  # fmt: skip
     """Runs the sections and prints their tables."""
-    if row is not None:
-        family, grid, name, file = json.loads(row)
-        return time_blocks(family, tuple(grid), name, Path(file), bool(profile))
+    if worker:
+        return serve()
     if timed is not None:
         started, *arguments = json.loads(timed)
         return run_timed(started, arguments)
@@ -489,10 +567,10 @@ def main(
     sizes = [(name, grid) for name in ("flux", "wan") if name in only.split(",") for grid in SIZES[name]]
     sizes = [(name, grid) for name, grid in sizes if not tokens or math.prod(grid) == tokens]
     if sizes:
-        # One number of tokens after the other: what is compiled beside them waits with its memory.
-        counts = sorted({math.prod(grid) for _, grid in sizes})
-        batches = [[size for size in sizes if math.prod(size[1]) == count] for count in counts]
-        rows = [row for batch in batches for row in speed(batch, method, jobs, profile)]
+        names = [name for name in methods() if name == "BF16" or re.search(method, name)]
+        workers = Workers(jobs, seconds)
+        rows = speed(sizes, names, workers, profile)
+        workers.end()
         show("Blocks of diffusion transformers", header, rows, (), json_path)
     if "branch" in only.split(","):
         show("Parts of a layer with a low-rank branch", header, branch_parts(), (), None)
