@@ -53,7 +53,7 @@ from quant.report.denoising import denoising_html
 from quant.report.report import Report
 from quant.run.job import Outcome
 from quant.run.request import AllocationRequest, Request
-from quant.run.run import run
+from quant.run.run import compile_solver, create_context, run
 
 _OWN = "prompts of Blockscale"
 _PROMPTS = 16  # of the list that ships, where the user gives no number
@@ -84,6 +84,10 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     if pipelines.is_quantized(path):
         raise UserError(f"{path}: is quantized already ({DENOISING}); give the original pipeline")
     names = pipelines.models_to_quantize(path, request.components)
+    device = find_device(request.device)
+    if not request.dry_run:
+        create_context(device)
+        compile_solver(request, device)  # while diffusers is imported
     plans = {} if request.goal else {name: _plan(request, path / name) for name in names}
     if request.dry_run:
         return PipelineOutcome(plans)
@@ -92,7 +96,6 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         pipe = pipelines.open_pipeline(path)
     options = _options(request, pipe)
     prompts.check(pipe)
-    device = find_device(request.device)
     needed = [name for name in names if name not in plans or lacks_data(plans[name])]
     make = partial(_image, pipe, options, request.seed)
     count = len(prompts.held_out) + len(prompts.used) * bool(needed)

@@ -152,7 +152,7 @@ def load(request: Request, listener: Listener) -> Job:
     if not request.reads_no_weights:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         announce_device(listener, session)
-        _create_context(session)
+        create_context(session.device)
     torch.manual_seed(request.seed)  # a caller's module does not change the caller's random numbers
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
@@ -161,7 +161,7 @@ def load(request: Request, listener: Listener) -> Job:
             shapes = _open(request, meta=True)
             if request.goal is not None or lacks_data(plan_for(request, shapes)):
                 check_lengths(shapes, request.calibration_rows)
-        _compile_ahead(request, session)
+        compile_solver(request, session.device)
         source = _open(
             request,
             meta=request.reads_no_weights,
@@ -185,25 +185,25 @@ def _open(request: Request, *, meta: bool, stream: bool = False) -> Source:
     return open_model(request.model, model_factory=factory, unsafe_load=unsafe, meta=meta, stream=stream)
 
 
-def _compile_ahead(request: Request, session: Session) -> None:
+def compile_solver(request: Request, device: torch.device | None) -> None:
     """Begins to compile the kernels of a request's solver, which takes 8 s, while transformers is imported."""
     if request.reads_no_weights or not (request.solver is None or get_pipeline(request.solver).rounding.feeds_back):
         return
     recipe = None if request.goal is not None else request.chosen_recipe
     # Of a budget and of a plan, any format may be among the chosen ones.
     names = {recipe.weight, *(rule.weight for rule in recipe.rules)} if isinstance(recipe, Recipe) else set(FORMATS)
-    compile_ahead((format for name, format in FORMATS.items() if name in names), session.device)
+    compile_ahead((format for name, format in FORMATS.items() if name in names), device)
 
 
-def _create_context(session: Session) -> None:
+def create_context(device: torch.device | None) -> None:
     """Makes the driver create a GPU's context, which takes about a second, while transformers is imported.
 
     PyTorch releases the interpreter's lock while it runs. The process waits for the thread when it ends: a daemon that
     comes back from C++ after the interpreter has gone aborts the process ("terminate called without an active
     exception"), which would follow the error message of a run that is refused within the second.
     """
-    if session.device is not None and session.device.type == "cuda":
-        Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context").start()
+    if device is not None and device.type == "cuda":
+        Thread(target=torch.empty, args=(1,), kwargs={"device": device}, name="context").start()
 
 
 # The fourth stage solves the weights of a run, by the plan that was decided.
