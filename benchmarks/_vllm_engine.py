@@ -16,8 +16,8 @@ from typing import Any
 
 from quant.base.json_files import json_text
 
-STEPS, SETTLED = 64, 4
-"""Decoding steps that are timed, after those in which sequences start."""
+SETTLED = 4
+"""Decoding steps, after those in which sequences start, before the timed ones."""
 PROFILED = 9
 """Steps of a profile, the prompts' own step among them."""
 FIRST = 16
@@ -36,7 +36,7 @@ def engine(args: argparse.Namespace) -> None:
     if args.alone:
         wait_before_cache()
     start = time.time()
-    measured = Measured(build(args))
+    measured = Measured(build(args), args.steps, args.passes)
     say({"ready_s": round(time.time() - start, 1), "gpu": torch.cuda.get_device_name()})
     for line in sys.stdin:
         task, count, length = line.split()
@@ -60,7 +60,7 @@ def build(args: argparse.Namespace) -> Any:
     settings |= args.engine
     settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(args.batch), **settings["compilation_config"]}
     llm = LLM(model=args.folder, **settings)
-    cache, needed = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + STEPS + SETTLED + 2)
+    cache, needed = llm.llm_engine.vllm_config.cache_config, max(args.batch) * (args.context + args.steps + SETTLED + 2)
     capacity = (cache.num_gpu_blocks or 0) * cache.block_size
     if 0 < capacity < needed:
         raise SystemExit(f"the cache holds {capacity:,} tokens, and the largest batch has {needed:,}: raise --kv-gib")
@@ -84,10 +84,11 @@ def wait_before_cache() -> None:
 class Measured:
     """An engine under measurement; its methods are the tasks."""
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, llm: Any, steps: int, passes: int) -> None:
         import torch
 
-        self.llm = llm
+        self.llm, self.steps, self.passes = llm, steps, passes
+        self.decoded: dict[tuple[int, int], list[list[int]]] = {}
         self.vocabulary = llm.llm_engine.model_config.get_vocab_size()
         self.generator = torch.Generator().manual_seed(0)
 
@@ -95,14 +96,15 @@ class Measured:
         return {"ms": min(self._seconds(self._prompts(count, length), 1) for _ in range(3)) * 1e3}
 
     def decode(self, count: int, length: int) -> dict[str, Any]:
-        rows = self._prompts(count, length)
+        rows = self._decoded(count, length)
         first = self._seconds(rows, 1)
-        return {"ms": min(self._step_milliseconds(rows) for _ in range(2)), "first_s": first}
+        passes = [self._step_milliseconds(rows) for _ in range(self.passes)]
+        return {"ms": min(passes), "passes": passes, "first_s": first}
 
     def profile(self, count: int, length: int) -> dict[str, Any]:
         import torch
 
-        rows = self._prompts(count, length)
+        rows = self._decoded(count, length)
         self._seconds(rows, 1)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
             self._seconds(rows, PROFILED)
@@ -121,6 +123,12 @@ class Measured:
         rows = self._prompts(count, length, torch.Generator().manual_seed(1))
         answers = self.llm.generate([{"prompt_token_ids": row} for row in rows], ask, use_tqdm=False)
         return {"tokens": [list(each.outputs[0].token_ids) for each in answers]}
+
+    def _decoded(self, batch: int, length: int) -> list[list[int]]:
+        """Prompts that stay the same from round to round, so that the prefix cache may still have them."""
+        if (batch, length) not in self.decoded:
+            self.decoded[batch, length] = self._prompts(batch, length)
+        return self.decoded[batch, length]
 
     def _prompts(self, batch: int, length: int, generator: Any = None) -> list[list[int]]:
         import torch
@@ -144,7 +152,7 @@ class Measured:
         """Returns the mean time of a step in which every sequence gains a token."""
         from vllm import SamplingParams
 
-        ask = SamplingParams(temperature=0, max_tokens=STEPS + SETTLED + 2, ignore_eos=True, detokenize=False)
+        ask = SamplingParams(temperature=0, max_tokens=self.steps + SETTLED + 2, ignore_eos=True, detokenize=False)
         requests, lengths, times = self.llm.llm_engine, dict.fromkeys(map(str, range(len(rows))), 0), []
         for name, row in zip(lengths, rows, strict=True):
             requests.add_request(f"{name}-{time.perf_counter()}", {"prompt_token_ids": row}, ask)
@@ -153,7 +161,7 @@ class Measured:
                 lengths[output.request_id.partition("-")[0]] = len(output.outputs[0].token_ids)
             if min(lengths.values()):
                 times.append(time.perf_counter())
-        settled = times[SETTLED : SETTLED + STEPS]
+        settled = times[SETTLED : SETTLED + self.steps]
         return (settled[-1] - settled[0]) / (len(settled) - 1) * 1e3
 
 

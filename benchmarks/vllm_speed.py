@@ -10,7 +10,8 @@ head is in BF16, and only config.json exists on disk. The engines are vLLM as it
 with the plug-in for each --switch; gains are over the fastest of vLLM's own. They are ready at the same time in
 processes of their own, and one measures while the others wait. A step is the mean time between the tokens of a
 generation, once all its sequences decode: it holds attention, norms, the scheduler and the sampler. Prompts are in the
-prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure is the least of its rounds.
+prefix cache by then. Prefill is the time to the first token of one new prompt. Each figure is the least of its rounds,
+and of the `--passes` in each; the median of all, in brackets, tells how much they scatter.
 `--profile 1 16` adds the time in which any kernel of a step ran, by PyTorch's profiler, and writes the kernels into the
 JSON. `--tokens 64` also counts the prompts, of 64, whose first tokens are those of the first engine. All engines have
 the same weights: with right kernels, ours agree with vLLM's as often as its backends do among themselves.
@@ -39,6 +40,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -128,19 +130,25 @@ class Engine:
 
     def __init__(self, args: argparse.Namespace, label: str, switch: str, own: dict[str, Any]) -> None:
         self.log = args.out / f"{args.label}-{label}.log"
-        self.seconds, self.end = args.seconds, time.monotonic() + args.seconds[0]
+        self.seconds, self.end = args.seconds, 0.0
+        self.process: subprocess.Popen[str] | None = None
         options = ["--engine", json_text(args.engine | own), "--kv-gib", str(args.kv_gib), "--out", str(args.out),
-                   "--context", str(args.context), *["--alone"] * args.alone,
+                   "--context", str(args.context), "--steps", str(args.steps), "--passes", str(args.passes),
+                   *["--alone"] * args.alone,
                    "--folder", str(args.folder), "--batch", *map(str, args.batch)]  # fmt: skip
+        self.command = [sys.executable, __file__, args.shape, *options]
+        self.environment = {**os.environ, "BLOCKSCALE_VLLM": switch, "PYTHONFAULTHANDLER": "1"}
+
+    def start(self) -> None:
+        self.end = time.monotonic() + self.seconds[0]
         self.process = subprocess.Popen(
-            [sys.executable, __file__, args.shape, *options], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self.log.open("w"), text=True,
-            env={**os.environ, "BLOCKSCALE_VLLM": switch, "PYTHONFAULTHANDLER": "1"},
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log.open("w"), text=True,
+            env=self.environment,
         )  # fmt: skip
 
     def answer(self, seconds: float) -> dict[str, Any]:
         """Returns the engine's next result. Its error or silence is an `EngineError`."""
-        assert self.process.stdout is not None
+        assert self.process is not None and self.process.stdout is not None
         limit = threading.Timer(max(seconds, 0.1), self.process.send_signal, (signal.SIGABRT,))
         limit.start()
         try:
@@ -158,7 +166,7 @@ class Engine:
         return self.answer(self.end - time.monotonic())
 
     def ask(self, line: str) -> dict[str, Any]:
-        assert self.process.stdin is not None
+        assert self.process is not None and self.process.stdin is not None
         try:
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
@@ -167,8 +175,9 @@ class Engine:
         return self.answer(self.seconds[1])
 
     def stop(self) -> None:
-        self.process.kill()
-        self.process.wait(60)
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait(60)
 
 
 class EngineError(Exception):
@@ -194,11 +203,7 @@ def main() -> None:
     for switch in args.switch:
         label = "plug-in" if switch == "1" else f"plug-in, {switch}"
         engines[label] = Engine(args, f"plugin-{switch}", switch, args.ours)
-    for label, each in list(engines.items()):
-        try:
-            print(f"{label} answered: {each.ready()}", file=sys.stderr, flush=True)
-        except EngineError as error:
-            leave_out(engines, label, error)
+    start_all(engines, args.at_once or len(engines))
     asks = {f"batch {n}": f"decode {n} {args.context}" for n in args.batch}
     if args.prefill:
         asks[f"prefill {args.prefill}"] = f"prefill 1 {args.prefill}"
@@ -220,6 +225,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=960, help="tokens in each prompt")
     parser.add_argument("--prefill", type=int, default=4096, help="tokens of the prompt whose prefill is timed")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--passes", type=int, default=2, help="generations of a round that are timed")
+    parser.add_argument("--steps", type=int, default=64, help="decoding steps of a generation that are timed")
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a trial")
     parser.add_argument("--format", choices=SCHEMES, default="nvfp4", help="of the weights; gpt-oss has its own")
     parser.add_argument("--head", choices=["bf16", *SCHEMES], default="bf16", help="format of the output head")
@@ -232,6 +239,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--profile", type=int, nargs="*", default=[], help="batches whose kernels are listed, by time")
     parser.add_argument("--tokens", type=int, help="prompts whose first tokens are compared")
     parser.add_argument("--seconds", type=float, nargs=2, default=[1800.0, 600.0], help="to be ready, and to answer")
+    parser.add_argument("--at-once", type=int, help="engines that load beside each other; by default all")
     parser.add_argument("--alone", action="store_true", help="an engine has its cache only while it measures")
     parser.add_argument("--label", help="of the files; by default the shape")
     parser.add_argument("--out", type=Path, default=Path("vllm-speed"))
@@ -245,8 +253,27 @@ def parsed() -> argparse.Namespace:
 Answers = dict[str, dict[str, list[dict[str, Any]]]]
 """Results by figure and by engine, one for each round."""
 TOKENS = "first tokens"
-ONCE = "profile", "tokens"
-"""Tasks of the first round alone."""
+ONCE = {"tokens": 0, "profile": -1}
+"""Tasks of the first round alone, and of the last alone: the profiler may fail, and times of other rounds stay."""
+
+
+def is_due(line: str, number: int, rounds: int) -> bool:
+    """Tells whether an engine does this task in this round."""
+    return number == ONCE.get(line.split()[0], number) % rounds
+
+
+def start_all(engines: dict[str, Engine], at_once: int) -> None:
+    """Starts the engines in their order, so many beside each other, and waits until all are ready."""
+    waiting = iter(list(engines.values()))
+    for each in islice(waiting, at_once):
+        each.start()
+    for label, each in list(engines.items()):
+        try:
+            print(f"{label} answered: {each.ready()}", file=sys.stderr, flush=True)
+        except EngineError as error:
+            leave_out(engines, label, error)
+        for following in islice(waiting, 1):
+            following.start()
 
 
 def leave_out(engines: dict[str, Engine], label: str, error: EngineError) -> None:
@@ -265,7 +292,7 @@ def measured_in_turns(engines: dict[str, Engine], asks: dict[str, str], args: ar
     for number in range(args.rounds):
         for name, line in asks.items():
             for label, each in list(engines.items()):
-                if number and line.startswith(ONCE):
+                if not is_due(line, number, args.rounds):
                     continue
                 try:
                     answers[name][label].append(each.ask(line))
@@ -285,7 +312,7 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
             results: dict[str, list[dict[str, Any]]] = {name: [] for name in asks}
             for number in range(args.rounds):
                 for name, line in asks.items():
-                    if not (number and line.startswith(ONCE)):
+                    if is_due(line, number, args.rounds):
                         results[name].append(result := each.ask(line))
                         print(f"{label}: {name} {result.get('ms', 0.0):.3f} ms", file=sys.stderr, flush=True)
         except EngineError as error:
@@ -298,17 +325,27 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
 
 
 def table(answers: Answers, label: str) -> str:
-    """Returns the least time of each figure by engine, and how many times as fast as the fastest vLLM ours are."""
+    """Returns the least time of each figure by engine, and how many times as fast as the fastest vLLM ours are.
+
+    Medians of all passes are in brackets behind it, and so is the gain by medians.
+    """
+    from statistics import median
+
     from _table import markdown
 
     rows = []
     for name, by_engine in answers.items():
         if name == TOKENS:
             continue
-        best = {engine: min(each["ms"] for each in of_rounds) for engine, of_rounds in by_engine.items()}
-        times = {f"{engine}, ms": f"{ms:.3f}" for engine, ms in best.items()}
-        theirs = min((ms for engine, ms in best.items() if engine.startswith("vLLM")), default=float("nan"))
-        gains = {f"× {engine}": f"{theirs / ms:.3f}" for engine, ms in best.items() if not engine.startswith("vLLM")}
+        times, gains = {}, {}
+        all_of = {e: [ms for r in of_rounds for ms in r.get("passes", [r["ms"]])] for e, of_rounds in by_engine.items()}
+        both = {engine: (min(ms), median(ms)) for engine, ms in all_of.items() if ms}
+        theirs = [pair for engine, pair in both.items() if engine.startswith("vLLM")]
+        for engine, pair in both.items():
+            times[f"{engine}, ms"] = "{:.3f} ({:.3f})".format(*pair)
+            if theirs and not engine.startswith("vLLM"):
+                gain = [min(ms) / own for ms, own in zip(zip(*theirs, strict=True), pair, strict=True)]
+                gains[f"× {engine}"] = "{:.3f} ({:.3f})".format(*gain)
         rows.append({label: name, **times, **gains})
     return "\n\n".join([str(markdown(rows)), *same_tokens(answers.get(TOKENS, {}))])
 
