@@ -90,6 +90,22 @@ def test_a_sync_with_adapters_leaves_the_base_as_it_is() -> None:
         quant.merge_lora(model)
 
 
+@pytest.mark.parametrize("format", ["nvfp4", "fp8"])
+def test_a_sync_by_the_names_of_buffers_reaches_every_layer(format: str, tmp_path: Path) -> None:
+    """PyTorch names a tensor that q, k and v share once: a loop over `named_buffers` left k and v with old scales."""
+    rollout, trained = (quant.quantize(tiny_models.llama(seed=n, gain=2).eval(), format, IDS) for n in range(2))
+    quant.save(rollout.model, rollout.plan, tmp_path / "out")
+    for model in (rollout.model, quant.load(tmp_path / "out")):
+        assert not torch.equal(logits(model), logits(trained.model))
+        held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, tensor in (*trained.model.named_parameters(), *trained.model.named_buffers()):
+                held[name].copy_(tensor)
+            called = torch.func.functional_call(rollout.model, trained.model.state_dict(), IDS).logits
+        assert torch.equal(logits(model), logits(trained.model))
+        assert torch.equal(called, logits(trained.model))
+
+
 # Distributed training.
 
 

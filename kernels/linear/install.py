@@ -61,10 +61,13 @@ def install_weight(
     parent_name, _, last = layer.name.rpartition(".")
     parent = model.get_submodule(parent_name)
     parts = parts or RunTimeParts()
-    # Members of a fusion group were given one tensor; a checkpoint holds one for each of them.
-    input_scale = None if input_scale is None else input_scale.clone()
-    pre_scale, channels = (None if part is None else part.clone() for part in (parts.pre_scale, parts.channels))
-    parts = replace(parts, pre_scale=pre_scale, channels=channels)
+    # Members of a fusion group were given one tensor; a checkpoint holds one for each of them, and so do buffers:
+    # PyTorch lists a tensor that layers share under the first one's name alone.
+    input_scale, second, pre_scale, channels = (
+        None if scale is None else scale.clone()
+        for scale in (input_scale, weight.global_scale, parts.pre_scale, parts.channels)
+    )
+    weight, parts = replace(weight, global_scale=second), replace(parts, pre_scale=pre_scale, channels=channels)
     new: nn.Module
     if layer.kind == LayerKind.EXPERTS:
         dtype = parent.get_parameter(last).dtype
