@@ -34,6 +34,7 @@ llama.cpp knows each rule that splits texts by a name (`tokenizer.ggml.pre`). Th
 tokenizer.json, from which the name follows; of a rule that is not in `_SPLITS` there is no name to write.
 """
 
+import hashlib
 import json
 import math
 import re
@@ -404,6 +405,26 @@ def write_gguf(
         "files": {path.name: path.stat().st_size},
         "types": {kind: types.count(kind) for kind in dict.fromkeys(types)},
     }
+
+
+def compare_gguf(path: Path, other: Path) -> tuple[int, list[str]]:
+    """Returns how many fields and tensors the GGUF file `other` has, and a line on each that `path` has otherwise."""
+    contents = []
+    for file in (path, other):
+        try:
+            reader = gguf_reader()(file)
+            fields = {name: field.contents() for name, field in reader.fields.items() if name != "general.name"}
+            kinds = {f"tensor {t.name}": f"{t.tensor_type.name} {t.shape.tolist()}" for t in reader.tensors}
+            sums = {f"tensor {t.name}": hashlib.sha256(t.data).hexdigest()[:16] for t in reader.tensors}
+        except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError) as error:
+            raise UserError(f"{file}: a damaged or truncated GGUF file ({error}); export it again") from None
+        contents.append({**fields, **{name: f"{kinds[name]}, sha256 {sums[name]}" for name in kinds}})
+    found, expected = contents
+    lines = [f"{name}: not in the file" for name in expected.keys() - found.keys()]
+    lines += [f"{name}: not of the checkpoint" for name in found.keys() - expected.keys()]
+    both = [name for name in expected.keys() & found.keys() if found[name] != expected[name]]
+    lines += [f"{name}: {found[name]!s:.60} in place of {expected[name]!s:.60}" for name in both]
+    return len(expected), sorted(lines)
 
 
 def _add(writer: Any, fields: Mapping[str, Any]) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quant.base.atomic import temporary_directory
 from quant.base.errors import UserError, counted, printable
 from quant.base.json_files import read_json, typed
 from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST_CODE, Command, print_json
@@ -33,6 +35,7 @@ _OPTIONS = {
     "an engine without --source": (
         "plan_file", "checkpoint", "model_factory", "rebuild", "attention", "allow_fallback",
     ),
+    "a GGUF file": (),
 }  # fmt: skip
 
 
@@ -83,14 +86,18 @@ def check_command(directory: str, **options: Any) -> None:
     With --source, an engine, an ONNX file, a directory of `quant export --to onnx` or a .pt2 of AOTInductor reads
     prompts and decodes next to quant.load; tokens, logits and times are compared. An ONNX file must also have the graph
     that the checkpoint is exported as. An engine needs the GPU that it was built for. Without it, everything that its
-    file shows is checked.
+    file shows is checked. A GGUF file must have the fields and tensors of the checkpoint, byte for byte.
 
     A finding or difference ends the command with exit code 2.
     """  # noqa: D301  (a backspace, after which click keeps the lines of a paragraph)
     path, source = Path(directory), options.pop("source")
-    if path.suffix == ".gguf" and path.is_file():
+    is_gguf = path.suffix == ".gguf" and path.is_file()
+    if is_gguf and source is None:
         measured = f"quant evaluate {shlex.quote(str(directory))} --text FILE --baseline MODEL"
-        raise UserError(f"{directory}: GGUF files have nothing that `quant check` reads; `{measured}` measures one")
+        raise UserError(
+            f"{directory}: name the checkpoint that it was exported from with --source; any GGUF file is measured by "
+            f"`{measured}`"
+        )
     exported = path.is_file() or is_export(path)
     if path.suffix == ".safetensors" or (path.is_dir() and not exported):
         from quant.export.checkpoint.load import check_checkpoint
@@ -98,7 +105,7 @@ def check_command(directory: str, **options: Any) -> None:
         check_checkpoint(path)
     if exported and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
-    kind = list(_OPTIONS)[0 if not exported else 1 if source is not None else 2]
+    kind = list(_OPTIONS)[3 if is_gguf else 0 if not exported else 1 if source is not None else 2]
     foreign = {name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[kind])
     ctx = click.get_current_context()
     for parameter in ctx.command.params:
@@ -108,10 +115,31 @@ def check_command(directory: str, **options: Any) -> None:
     own = {name: options[name] for name in (*_OPTIONS[kind], "quiet", "as_json")}
     if not exported:
         _verify(ctx, directory, source, **own)
+    elif is_gguf:
+        _compare_gguf(ctx, path, str(source), **own)
     elif source is not None:
         _run_export(path, source, unsafe_load=options["unsafe_load"], **own)
     else:
         _audit(path, **own)
+
+
+def _compare_gguf(ctx: click.Context, path: Path, source: str, *, quiet: bool, as_json: bool) -> None:
+    from quant.export.export_model import export_model
+    from quant.export.gguf.export_gguf import compare_gguf
+
+    with status(f"exporting {source} again", quiet or as_json), temporary_directory(path) as folder:
+        with warnings.catch_warnings(action="ignore", category=UserWarning):  # told when the file was written
+            export_model(source, "gguf", folder / path.name)
+        count, findings = compare_gguf(path, folder / path.name)
+    if as_json:
+        print_json({"passed": not findings, "compared": count, "findings": findings})
+    else:
+        for finding in findings:
+            click.echo(printable(finding))
+        if not quiet:
+            click.echo(f"{counted(len(findings), 'finding')} in {count} fields and tensors", err=True)
+    if findings:
+        ctx.exit(2)
 
 
 def _verify(

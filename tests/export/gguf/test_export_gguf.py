@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import tiny_models
 import torch
+from click.testing import CliRunner
 from samples import BASE
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
@@ -23,6 +24,7 @@ from gguf_samples import permute  # noqa: E402 -- needs gguf
 
 import quant  # noqa: E402 -- as above
 from quant.base.errors import UserError  # noqa: E402 -- as above
+from quant.cli.main import main  # noqa: E402 -- as above
 from quant.export.gguf.export_gguf import (  # noqa: E402 -- as above
     stored_vocabulary,
     to_blocks,
@@ -148,6 +150,33 @@ def test_export_from_a_checkpoint_and_the_codes_come_back(tmp_path: Path) -> Non
             back = quantize(weight.detach(), stored.format, global_scale=stored.global_scale)
             # llama.cpp's values of E2M1 have no negative zero.
             assert torch.equal(back.element_values(), stored.element_values()), path
+
+
+def test_a_file_is_compared_with_its_checkpoint(tmp_path: Path) -> None:
+    result = quant.quantize(tiny_models.llama(**SIZES, gain=3.0, dtype=torch.bfloat16), "nvfp4a16", solver="rtn")
+    quant.save(result.model, result.plan, tmp_path / "quantized")
+    file = tmp_path / "renamed.gguf"
+    with pytest.warns(UserWarning, match="no tokenizer.json"):
+        quant.export_model(tmp_path / "quantized", "gguf").path.rename(file)
+
+    def checked(*options: str) -> tuple[int, str]:
+        done = CliRunner().invoke(main, ["check", str(file), *options])
+        return done.exit_code, done.output
+
+    source = ("--source", str(tmp_path / "quantized"))
+    assert checked(*source)[0] == 0 and "0 findings in " in checked(*source)[1]
+    assert "name the checkpoint that it was exported from with --source" in checked()[1]
+    whole, tensors = file.read_bytes(), {t.name: t for t in gguf.GGUFReader(file).tensors}
+    place = int(tensors["blk.1.ffn_up.weight"].data_offset)
+    eps = whole.index(b"layer_norm_rms_epsilon") + len(b"layer_norm_rms_epsilon") + 4
+    for at, named in ((place, "tensor blk.1.ffn_up.weight: NVFP4 [128, 192], sha256 "), (eps, "layer_norm_rms_eps")):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        code, output = checked(*source)
+        assert code == 2 and named in output and "1 finding in " in output
+    file.write_bytes(whole[: len(whole) // 2])
+    code, output = checked(*source)
+    assert code == 2 and f"{file}: a damaged or truncated GGUF file (" in output
+    assert [path.name for path in tmp_path.iterdir() if "new" in path.name] == []
 
 
 def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
