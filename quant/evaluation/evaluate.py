@@ -265,6 +265,8 @@ def evaluate(
         rows = Inputs([((row[None],), {}) for row in rows])
     for each in models:
         check_evaluable(each, rows)
+    if isinstance(rows, Tensor) and _is_masked(model):
+        rows = Inputs([((), {"input_ids": row[None]}) for row in rows])
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
     started = time.perf_counter()
@@ -450,7 +452,7 @@ Sums = dict[str, Tensor]
 def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, call_name: str) -> Sums:
     """Returns the sums of the rows of one call; without the original model's output, only the likelihood of texts."""
     with torch.no_grad():
-        logits = _logits(result)
+        logits, mask = _logits(result), call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
         if logits is not None:
             return {"logits": _predictions(model, call, logits, None if base is None else _logits(base), call_name)}
         if base is None:
@@ -464,7 +466,7 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
                     embeddings.double().cpu(),
                     base_embeddings[name].double().cpu(),
                     f"{call_name}, {name}",
-                    _unpadded(call, embeddings.shape[:-1]),
+                    mask.bool() if isinstance(mask, Tensor) and mask.shape == embeddings.shape[:-1] else None,
                 ),
                 f"{call_name}: NaN or infinity in {name}",
             )
@@ -496,7 +498,7 @@ def _predictions(
 ) -> Tensor:
     targets, counted = _targets(model, call, logits)
     if targets is not None:
-        logits, base = logits[:, :-1], None if base is None else base[:, :-1]
+        logits, base = logits[:, : targets.shape[1]], None if base is None else base[:, : targets.shape[1]]
     flat = logits[counted] if counted is not None else logits.flatten(0, -2)
     # The row of each position, in the shape of the positions.
     numbers = torch.arange(len(logits), device="cpu").view(-1, *[1] * (logits.dim() - 2)).expand(logits.shape[:-1])
@@ -506,10 +508,10 @@ def _predictions(
         flat_base = base[counted.to(base.device)] if counted is not None else base.flatten(0, -2)
         if flat_base.shape != flat.shape:
             raise ValueError(f"{call_name}: the models give logits {list(flat.shape)} and {list(flat_base.shape)}")
-    # One label for each row of logits over classes; labels of texts are tokens, which `targets` has.
-    labels = call.get("labels")
-    is_class = isinstance(labels, Tensor) and logits.dim() == 2 and labels.shape == logits.shape[:1]
-    classes = labels.cpu() if isinstance(labels, Tensor) and is_class and not labels.is_floating_point() else None
+    # One label for each row, or token, of logits over classes; labels of texts are tokens, which `targets` has.
+    labels, classes = call.get("labels"), None
+    if isinstance(labels, Tensor) and targets is None and labels.shape == logits.shape[:-1]:
+        classes = None if labels.is_floating_point() else labels.cpu()[counted.cpu() if counted is not None else ...]
     target_ids = None if targets is None or counted is None else targets[counted].cpu()[:, None]
     step = max(_SLICE_ELEMENTS // flat.shape[-1], 1)
     row_sums = torch.zeros(len(logits), 9, dtype=torch.float64, device="cpu")
@@ -528,7 +530,7 @@ def _predictions(
             if target_ids is not None:
                 sums[:, BASE_NLL] = -base_logp.gather(1, target_ids[part])[:, 0]
         if classes is not None:
-            sums[:, LABELLED] = 1
+            sums[:, LABELLED] = (classes[part] != -100).double()
             sums[:, RIGHT] = (logp.argmax(dim=-1) == classes[part]).double()
             if flat_base is not None:
                 sums[:, BASE_RIGHT] = (base_logp.argmax(dim=-1) == classes[part]).double()
@@ -538,31 +540,39 @@ def _predictions(
 
 
 def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the next token of each position, and the positions that count, bool: both `[rows, positions - 1]`.
+    """Returns the token that each position predicts, and which of them count, bool: both `[rows, predictions]`.
 
-    For logits that are not over next tokens, the first is None, and the second is of all positions, or None if all
-    of them count.
+    For logits that are not over tokens, the first is None, and the second is of all positions, or None if all of them
+    count. Positions that labels leave out (-100) do not.
     """
-    ids = call.get(DECODER if DECODER in call else "input_ids")
-    unpadded = _unpadded(call, logits.shape[:-1])
-    unpadded = None if unpadded is None else unpadded.to(logits.device)
+    config, labels = getattr(model, "config", None), call.get("labels")
+    is_decoder = DECODER in call or bool(getattr(config, "is_encoder_decoder", False))
+    ids = call.get(DECODER if is_decoder else "input_ids")
+    mask = call.get("decoder_attention_mask" if is_decoder else "attention_mask")
+    counted = mask.bool().to(logits.device) if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1] else None
+    is_for_tokens = isinstance(labels, Tensor) and logits.dim() == 3 and labels.shape == logits.shape[:-1]
+    labels = labels.to(logits.device) if is_for_tokens else None  # type: ignore[union-attr]
     # Only a head over the vocabulary is the model's output embeddings; heads of classifiers and of spans are not.
-    if ids is None or logits.dim() != 3 or logits.shape[1] != ids.shape[1] or output_head(model) is None:
-        return None, unpadded
+    is_text = logits.dim() == 3 and output_head(model) is not None
+    if (is_decoder or _is_masked(model) or not is_text) and labels is not None:
+        # These labels belong to the position where they are; an encoder-decoder shifts its decoder's ids instead.
+        return labels if is_text else None, (labels != -100) & (True if counted is None else counted)
+    if not is_text or _is_masked(model) or ids is None or logits.shape[1] != ids.shape[1]:
+        return None, counted
     targets = ids[:, 1:].to(logits.device)
     # Padding on the left is not context, so its prediction of the first token measures nothing about the model.
-    counted = torch.ones_like(targets, dtype=torch.bool) if unpadded is None else unpadded[:, 1:] & unpadded[:, :-1]
-    config = getattr(model, "config", None)
+    counted = torch.ones_like(targets, dtype=torch.bool) if counted is None else counted[:, 1:] & counted[:, :-1]
+    if labels is not None:
+        counted &= labels[:, 1:] != -100
     for name in filter(_MEDIA_TOKENS.match, () if config is None else dir(config)):
         if isinstance(token := getattr(config, name, None), int):
             counted &= targets != token
     return targets, counted
 
 
-def _unpadded(call: Mapping[str, Any], positions: tuple[int, ...]) -> Tensor | None:
-    """Returns the positions `[rows, tokens]` of an output that are not padding, bool; None without such a mask."""
-    mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
-    return mask.bool() if isinstance(mask, Tensor) and mask.shape == positions else None
+def _is_masked(model: nn.Module) -> bool:
+    """Returns whether a model predicts tokens where they are: it reads them all, and none of them is the next one."""
+    return type(model).__name__.endswith("MaskedLM")
 
 
 def embedded(values: Tensor, base: Tensor, name: str, unpadded: Tensor | None = None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from functools import partial
 from typing import Any
 
@@ -349,3 +350,69 @@ def test_padding_is_not_counted(kind: str, side: str) -> None:
         figure, other = getattr(whole, name), getattr(alone, name)
         assert figure is None if other is None else figure == pytest.approx(other, rel=1e-4), name
     assert alone.loss > 1e-4
+
+
+LABELLED = {
+    "next tokens": partial(tiny_models.llama, gain=3),
+    "masked tokens": partial(
+        tiny_models.build, "Bert", "ForMaskedLM", {**tiny_models.WIDTHS, **tiny_models.BLOCKS}, gain=3
+    ),
+    "classes of tokens": KINDS["classes of tokens"],
+    "the decoder's tokens": partial(tiny_models.t5, gain=3, decoder_start_token_id=0, pad_token_id=0),
+}
+
+
+@pytest.mark.parametrize("kind", LABELLED)
+def test_positions_without_a_label_are_not_counted(kind: str) -> None:
+    """Against sums over the logits that the model itself gives for these labels: one of -100 is no label."""
+    base = LABELLED[kind]().eval()
+    model = copy.deepcopy(base)
+    for parameter in model.parameters():
+        parameter.data += 0.02 * torch.randn_like(parameter)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 60, (3, 12), generator=generator)
+    # A decoder's text may be as long as the encoder's.
+    labels = ids.flip(1).contiguous() if "decoder" in kind else ids % 2 if "classes" in kind else ids.clone()
+    labels[:, 4:9] = labels[0, 2] = -100
+    with torch.no_grad():
+        logp, of_base = (each(input_ids=ids, labels=labels).logits.double().log_softmax(-1) for each in (model, base))
+    targets = labels
+    if kind == "next tokens":
+        logp, of_base, targets = logp[:, :-1], of_base[:, :-1], labels[:, 1:]
+    shown = targets != -100
+    kl = (of_base.exp() * (of_base - logp)).sum(-1)[shown].mean()
+    nll = -logp[shown].gather(1, targets[shown][:, None]).mean()
+    calls = Inputs([((), {"input_ids": a[None], "labels": b[None]}) for a, b in zip(ids, labels, strict=True)])
+    found = evaluate(model, calls, base, batch_size=2)
+    assert found.tokens == shown.sum() and found.kl == pytest.approx(float(kl), rel=1e-4)
+    if "classes" in kind:
+        right = (logp.argmax(-1) == targets)[shown].double().mean()
+        assert found.perplexity is None and found.accuracy == pytest.approx(float(right))
+    else:
+        assert found.perplexity == pytest.approx(math.exp(nll), rel=1e-4)
+
+
+def test_a_masked_language_model_predicts_no_next_token() -> None:
+    """Its logits stand for the tokens where they are: a perplexity of the tokens behind them means nothing."""
+    base = LABELLED["masked tokens"]().eval()
+    model = copy.deepcopy(base)
+    model.bert.encoder.layer[0].output.dense.weight.data.mul_(1.2)
+    rows = torch.randint(3, 60, (3, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        logp, of_base = (each(rows).logits.double().log_softmax(-1) for each in (model, base))
+    found = evaluate(model, rows, base)
+    assert (found.perplexity, found.tokens) == (None, 36)
+    assert found.kl == pytest.approx(float((of_base.exp() * (of_base - logp)).sum(-1).mean()), rel=1e-4)
+    with pytest.raises(UserError, match=r"nothing to measure the model by alone: .* name a baseline="):
+        evaluate(model, rows)
+
+
+def test_a_row_without_a_label_is_not_wrong() -> None:
+    model = tiny_models.bert_classifier(gain=2).eval()
+    ids = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        labels = model(ids).logits.argmax(-1)
+    labels[0], labels[1] = 1 - labels[0], -100
+    calls = Inputs([((), {"input_ids": a[None], "labels": b[None]}) for a, b in zip(ids, labels, strict=True)])
+    found = evaluate(model, calls)
+    assert (found.accuracy, found.tokens) == (pytest.approx(2 / 3), 4)
