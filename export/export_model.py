@@ -209,7 +209,7 @@ def export_model(
         stored = find_checkpoint(model) if isinstance(model, str | Path) else None
         if stored is not None:
             check_checkpoint(stored)
-        path = _destination(model, to) if out is None else Path(out)
+        path = _destination(model, to) if out is None else Path(out).expanduser()
         # Held until the end, so that two exports never write the same file.
         stack.enter_context(claimed(path))
         # Loading a model takes longer than everything that is checked here.

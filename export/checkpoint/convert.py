@@ -89,7 +89,7 @@ def convert(
         FileExistsError: `out` is, holds or lies in `directory`.
         ValueError: the layout has no name for something in the plan; the message names the layer and the way out.
     """
-    directory, out = Path(directory), Path(out)
+    directory, out = Path(directory).expanduser(), Path(out).expanduser()
     if to not in LAYOUTS:
         raise UserError(f"no layout {to!r}; {known_names(to, LAYOUTS)}")
     # The source stays mapped while `out` is written; a directory inside the other would be read and replaced at once.

@@ -227,7 +227,7 @@ def save(
         if finish is not None:
             finish(temporary, hashes, messages)
 
-    destination = Destination(Path(directory), overwrite, source=source_directory(model, source))
+    destination = Destination(Path(directory).expanduser(), overwrite, source=source_directory(model, source))
     return write_model(
         model, plan, destination, names, tokenizer=tokenizer,
         allow_missing=allow_missing, finish=warn_and_finish,
@@ -380,7 +380,7 @@ def save_state_dict(
     # A mask is a buffer, and a state dict does not distinguish buffers from parameters: only planned weights must be
     # finite.
     masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}
-    with new_directory(Path(directory), overwrite=overwrite) as temporary:
+    with new_directory(Path(directory).expanduser(), overwrite=overwrite) as temporary:
         hashes = write_tensors(temporary, out, masks=masks)
         plan.save(temporary / PLAN_FILE)
         if finish is not None:

@@ -367,7 +367,10 @@ class Command(click.Command):
             for option, count in Counter(order).items():
                 if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
                     raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            # bash does not expand --out=~/DIR, and cmd no ~ at all: a directory named ~ would be written.
+            ctx.params |= {name: path.expanduser() for name, path in ctx.params.items() if isinstance(path, Path)}
+            return rest
         except click.BadParameter as error:
             given = re.match("'(.*)' is not one of", error.message)
             if given and error.param is not None and isinstance(error.param.type, click.Choice):

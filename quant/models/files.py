@@ -112,7 +112,7 @@ def local_gguf(name: str) -> Path | None:
 
 def find_checkpoint(directory: str | Path) -> Path:
     """Returns the directory of a quantized checkpoint, downloaded if it is a name on the Hugging Face hub."""
-    path = Path(directory)
+    path = Path(directory).expanduser()
     return find_model(str(directory)) if not path.exists() and split_revision(str(directory)) else path
 
 

@@ -211,7 +211,9 @@ def distill(
         value = options.get(name, ())
         options[name] = (value,) if isinstance(value, str | Path) else tuple(value)
     chosen = DistillOptions(**options)
-    return _distill_checkpoint(Path(student), str(teacher), Path(out), chosen, overwrite, device, listener, command)
+    return _distill_checkpoint(
+        Path(student).expanduser(), str(teacher), Path(out).expanduser(), chosen, overwrite, device, listener, command
+    )
 
 
 @in_own_modes

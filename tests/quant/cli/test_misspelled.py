@@ -11,6 +11,7 @@ import pytest
 import tiny_models
 from click.testing import CliRunner
 
+import quant
 from quant.cli.main import main
 from quant.evaluation.tasks import read_task
 from quant.recipes.plan_make import make_plan
@@ -126,3 +127,19 @@ quant()
             [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "RANK": rank}
         )
         assert (done.returncode, done.stderr) == (130, said)
+
+
+def test_a_tilde_is_the_home_folder(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """bash expands --out ~/DIR and leaves --out=~/DIR, which wrote a folder named ~; Python expands none."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.chdir(folder)
+    (tmp_path / "model").symlink_to(folder / "model")
+    command = "quantize --format fp8_channel --effort 0 --out=~/out ~/model"
+    result = CliRunner().invoke(main, command.split())
+    assert result.exit_code == 0, result.output
+    model = quant.load("~/out")
+    quant.save(model, model.quantization_plan, "~/again")
+    quant.convert("~/again", "~/converted", "modelopt")
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "again", "converted"}
+    assert not (folder / "~").exists()
