@@ -11,11 +11,12 @@
     quantize    `quantize PIPELINE --solver gptq` on the whole Flux.1, from disk to disk
 
 Method: random weights in BF16; every block is compiled by torch.compile with its default settings, for the shape that
-is timed. A time is the median of replays of a CUDA graph of the blocks alone, so that no launch waits for Python.
-Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on Hopper. torchao's and Transformer Engine's rows
-quantize the same layers. A few processes compile rows at once, the first methods of the list first; a row that is ready
-is timed twice, of which the lesser time counts, while the other processes are stopped. Rows are printed as they come. A
-peer that does not run is a row too. Errors are relative, of the outputs of the blocks against BF16.
+is timed (torchao's own settings, which search tiles, are off). A time is the median of replays of a CUDA graph of the
+blocks alone, so that no launch waits for Python. Attention in BF16 is PyTorch's by cuDNN, the fastest that it has on
+Hopper. torchao's and Transformer Engine's rows quantize the same layers. A few processes compile rows at once, the
+first methods of the list first; a row that is ready is timed twice, of which the lesser time counts, while the other
+processes are stopped. Rows are printed as they come. A peer that does not run is a row too. Errors are relative, of the
+outputs of the blocks against BF16.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def torchao(granularity: str) -> Callable[[nn.Module], None]:
         names = quantized_layers(model)
         config = quantization.Float8DynamicActivationFloat8WeightConfig(
             granularity=getattr(quantization, granularity)(),
-        )  # fmt: skip
+            set_inductor_config=False,  # it turns on a search of tiles, for all that is compiled afterwards too
+        )
         quantization.quantize_(model, config, filter_fn=lambda _, name: name in names)
 
     return run

@@ -404,5 +404,6 @@ def _key(
             sample = flat[:: max(flat.numel() // 256, 1)].float().cpu().contiguous()
             digest.update(repr((layer.name, tuple(weight.shape))).encode() + sample.numpy().tobytes())
     for tensor in rows.tensors() if isinstance(rows, Inputs) else [rows]:
-        digest.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        # A timestep that diffusers expands to a batch of one is contiguous with a stride of 0, which no view takes.
+        digest.update(tensor.cpu().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

@@ -428,7 +428,7 @@ def as_rows(model: nn.Module, data: Tensor | Inputs, taker: str) -> Tensor:
 def digest_of(rows: Tensor | Inputs) -> str:
     """Returns SHA-256 of the values of rows or calls."""
     tensors = [rows] if isinstance(rows, Tensor) else rows.tensors()
-    values = [tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data for tensor in tensors]
+    values = [x.detach().cpu().contiguous().unsqueeze(-1).view(torch.uint8).numpy().tobytes() for x in tensors]
     hashes = [hashlib.sha256(each).hexdigest() for each in values]
     return hashes[0] if isinstance(rows, Tensor) else hashlib.sha256("".join(hashes).encode()).hexdigest()
 

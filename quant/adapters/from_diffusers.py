@@ -6,6 +6,7 @@ Quantized modules stand in the model, on the meta device, before diffusers looks
 are not quantized, in the dtype that it is asked for, and `read_buffers` gives the others, as in transformers.
 """
 
+import re
 import shlex
 from enum import StrEnum
 from pathlib import Path
@@ -103,16 +104,17 @@ class _Quantizer(DiffusersQuantizer):
             with torch.device("meta"):
                 install_weight(model, layer, weight, input_scale, read_parts(meta.tensors, layer))
         # What the files hold of quantized layers: diffusers would say that the model has no use for it.
-        names = "|".join(layer.name.replace(".", r"\.") for layer in self.plan.quantized)
-        model._keys_to_ignore_on_load_unexpected = [  # type: ignore[assignment]
-            *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), rf"^({names})\.",
-        ]  # fmt: skip
+        names = "|".join(re.escape(layer.name) for layer in self.plan.quantized)
+        self.ignored = model._keys_to_ignore_on_load_unexpected
+        # diffusers 0.42 asks the class; `_process_model_after_weight_loading` gives it back its own.
+        type(model)._keys_to_ignore_on_load_unexpected = [*(self.ignored or ()), rf"^({names})\."]  # type: ignore
 
     def update_missing_keys(self, model: nn.Module, missing_keys: list[str], prefix: str) -> list[str]:
         own = tuple(f"{layer.name}." for layer in self.plan.quantized)
         return [key for key in missing_keys if not key.startswith(own)]
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
+        type(model)._keys_to_ignore_on_load_unexpected = self.ignored  # type: ignore[attr-defined]
         tensors = self.checkpoint.tensors
         refuse(suspect_problems(model, tensors, fp8=False))
         devices = {parameter.device for parameter in model.parameters() if not parameter.is_meta}
@@ -155,16 +157,12 @@ def _fp8_attention(
     return attend_in_fp8(q, k, v, scale).transpose(1, 2)
 
 
-def _add_attention() -> None:
-    """Adds a backend of attention to diffusers, whose names are an enum (0.42): an enum takes members by its maps."""
+if FP8_ATTENTION not in AttentionBackendName._value2member_map_:
+    # The names of backends are an enum (diffusers 0.42), which takes members by its maps.
     member = str.__new__(AttentionBackendName, FP8_ATTENTION)
     member._name_, member._value_ = FP8_ATTENTION.upper(), FP8_ATTENTION
     AttentionBackendName._member_map_[member._name_] = member
     AttentionBackendName._value2member_map_[member._value_] = member
     _AttentionBackendRegistry.register(member)(_fp8_attention)
-
-
-if FP8_ATTENTION not in AttentionBackendName._value2member_map_:
-    _add_attention()
 AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(_Method.COMPRESSED_TENSORS.value, _Config)
 AUTO_QUANTIZER_MAPPING.setdefault(_Method.COMPRESSED_TENSORS.value, _Quantizer)

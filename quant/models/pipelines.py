@@ -48,6 +48,16 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
     UserError: there is no such component, or it is no model, is quantized, or has adapters beside it.
     """
     present = components_of(path)
+    for name, files in ((name, sorted((path / name).glob("*.safetensors"))) for name in present):
+        if not (path / name).is_dir():
+            raise UserError(f"{path / name}: is not there, though {INDEX} names it; give the whole pipeline")
+        if files and all("." in file.stem for file in files):
+            variant = files[0].stem.split(".")[1].split("-")[0]
+            raise UserError(
+                f"{files[0]}: has the weights of the variant {variant}, and there are no plain ones; write the "
+                f"pipeline without it: diffusers.DiffusionPipeline.from_pretrained({str(path)!r}, variant={variant!r}, "
+                f"dtype={_dtype_of(path / name)}).save_pretrained('plain')"
+            )
     # A pipeline calls the parts of an autoencoder and not the whole, so that it would be calibrated on nothing.
     models = [name for name in present if any((path / name).glob("*.safetensors")) and not name.startswith("vae")]
     names = [name.strip() for name in asked.split(",")] if asked else [name for name in present if name in DENOISERS]
@@ -111,7 +121,8 @@ def open_pipeline(path: Path, **components: Any) -> Any:
 def _dtype_of(directory: Path) -> torch.dtype | None:
     """Returns the dtype of most numbers in the files of a component, scales left out; None for one without weights."""
     counts: dict[str, int] = {}
-    for file in directory.glob("*.safetensors"):
+    files = list(directory.glob("*.safetensors"))
+    for file in [each for each in files if "." not in each.stem] or files:  # no variants such as model.fp16.safetensors
         opened = safetensors_file(file)
         for part in (opened.get_slice(name) for name in opened.keys() if not name.endswith("_scale")):  # noqa: SIM118
             counts[part.get_dtype()] = counts.get(part.get_dtype(), 0) + math.prod(part.get_shape())

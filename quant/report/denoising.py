@@ -35,7 +35,7 @@ def denoising_html(
         (component, f"{report.ratio:.2f}× smaller", f"{megabytes(report.bytes_before)} → "
          f"{megabytes(report.bytes_after)}") for component, report in reports.items()
     ]  # fmt: skip
-    errors = {name: table for name, table in denoising["components"].items() if table}
+    errors = denoising["components"]
     tiles += [(f"Error of {name}", f"{table['all']:.2%}", "of the predicted noise") for name, table in errors.items()]
     psnr, ssim = denoising["psnr"], denoising["ssim"]
     tiles.append(("PSNR", f"{np.mean(psnr):.1f} dB", "images of the same seeds, mean"))

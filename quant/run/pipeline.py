@@ -53,13 +53,14 @@ from quant.report.denoising import denoising_html
 from quant.report.report import Report
 from quant.run.job import Outcome
 from quant.run.request import AllocationRequest, Request
-from quant.run.run import compile_solver, create_context, run
+from quant.run.run import compile_solver, run
 
 _OWN = "prompts of Blockscale"
 _PROMPTS = 16  # of the list that ships, where the user gives no number
 _CALLS = 4  # of each component that are kept of each prompt
 _ROOM = 3  # times the bytes of a pipeline that a GPU has free where all of it is moved there
 _HELD_OUT_CALLS = 10  # of each held-out prompt
+_WHOLE = (".safetensors", ".ckpt", ".gguf")  # beside model_index.json: the original model in one file
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         raise UserError(f"{path}: is quantized already ({DENOISING}); give the original pipeline")
     names = pipelines.models_to_quantize(path, request.components)
     device = find_device(request.device)
-    if not request.dry_run:
-        create_context(device)
-        compile_solver(request, device)  # while diffusers is imported
+    compile_solver(request, device)  # while diffusers is imported
     plans = {} if request.goal else {name: _plan(request, path / name) for name in names}
     if request.dry_run:
         return PipelineOutcome(plans)
@@ -95,7 +94,7 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     with listener.step(f"loading {path}"):
         pipe = pipelines.open_pipeline(path)
     options = _options(request, pipe)
-    prompts.check(pipe)
+    prompts.check(pipe, options)
     needed = [name for name in names if name not in plans or lacks_data(plans[name])]
     make = partial(_image, pipe, options, request.seed)
     count = len(prompts.held_out) + len(prompts.used) * bool(needed)
@@ -108,7 +107,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
             plans[name], sensitivity[name] = choose_formats(getattr(pipe, name), data[name], request, device, name)
     assert request.out is not None
     with new_directory(request.out, overwrite=request.overwrite) as temporary:
-        for entry in sorted(each for each in path.iterdir() if each.name not in names):
+        left = (*names, ".git", ".cache")
+        for entry in [each for each in path.iterdir() if each.name not in left and each.suffix not in _WHOLE]:
             (shutil.copytree if entry.is_dir() else shutil.copy2)(entry, temporary / entry.name)
         reports, tables = {}, {}
         for name in names:
@@ -131,7 +131,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
                 "calibration": len(prompts.used), "held_out": [each["prompt"] for _, each in prompts.held_out],
                 "source": prompts.source,
             },
-            "options": options, "seed": request.seed, "components": tables, **image_figures(again, images),
+            "options": options, "seed": request.seed, **image_figures(again, images),
+            "components": {name: table for name, table in tables.items() if table},  # text encoders predict no noise
             **({"sensitivity": sensitivity} if sensitivity else {}),
         }  # fmt: skip
         write_json(temporary / DENOISING, denoising, ensure_ascii=False)
@@ -195,18 +196,17 @@ class _Prompts:
         held_out = max(len(prompts) // 8, 1)
         return cls(prompts[:-held_out], prompts[-held_out:], source)
 
-    def check(self, pipe: Any) -> None:
+    def check(self, pipe: Any, options: Mapping[str, Any]) -> None:
         """Raises UserError for an argument that the pipeline does not take, or a prompt that every tokenizer cuts."""
         taken = inspect.signature(pipe.__call__).parameters
-        default = taken.get("max_sequence_length")
-        longest = math.inf if default is None or not isinstance(default.default, int) else default.default
+        parameter = taken.get("max_sequence_length")
+        default = math.inf if parameter is None or not isinstance(parameter.default, int) else parameter.default
         # Flux.2 has a processor, whose tokenizer takes text alone.
         tokenizers = [
             getattr(each, "tokenizer", each)
             for name, each in pipe.components.items()
             if name.startswith("tokenizer") and each is not None
         ]
-        limits = [(each, int(min(each.model_max_length, longest))) for each in tokenizers]
         for number, arguments in (*self.used, *self.held_out):
             where, text = f"{self.source}: prompt {number + 1}", arguments["prompt"]
             if unknown := arguments.keys() - taken.keys():
@@ -214,7 +214,12 @@ class _Prompts:
                     f"{where} gives {min(unknown)}, which {type(pipe).__name__} does not take; it takes "
                     f"{listed(list(taken), 8)}"
                 )
-            lengths = [(len(each(text, truncation=False, verbose=False).input_ids), limit) for each, limit in limits]
+            given = {"max_sequence_length": default, **options, **arguments}["max_sequence_length"]
+            lengths = [
+                # CLIP's tokenizer, which takes fewer tokens than that argument's default, is not cut by it.
+                (len(each(text, truncation=False, verbose=False).input_ids), own if own < default else min(own, given))
+                for each, own in ((each, each.model_max_length) for each in tokenizers)
+            ]
             if lengths and all(length > limit for length, limit in lengths):
                 length, limit = max(lengths, key=lambda pair: pair[1])
                 cut = f"{where} has {length} tokens, and the tokenizer cuts it after {limit}: {text[:40]!r} …"

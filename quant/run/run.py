@@ -152,7 +152,7 @@ def load(request: Request, listener: Listener) -> Job:
     if not request.reads_no_weights:
         session = Session.on(request.device, seed=request.seed, memory=request.memory_bytes)
         announce_device(listener, session)
-        create_context(session.device)
+        _create_context(session)
     torch.manual_seed(request.seed)  # a caller's module does not change the caller's random numbers
     started = time.perf_counter()
     with listener.step(f"loading {request.model}"), importing():  # transformers, most of the time
@@ -195,15 +195,15 @@ def compile_solver(request: Request, device: torch.device | None) -> None:
     compile_ahead((format for name, format in FORMATS.items() if name in names), device)
 
 
-def create_context(device: torch.device | None) -> None:
+def _create_context(session: Session) -> None:
     """Makes the driver create a GPU's context, which takes about a second, while transformers is imported.
 
     PyTorch releases the interpreter's lock while it runs. The process waits for the thread when it ends: a daemon that
     comes back from C++ after the interpreter has gone aborts the process ("terminate called without an active
     exception"), which would follow the error message of a run that is refused within the second.
     """
-    if device is not None and device.type == "cuda":
-        Thread(target=torch.empty, args=(1,), kwargs={"device": device}, name="context").start()
+    if session.device is not None and session.device.type == "cuda":
+        Thread(target=torch.empty, args=(1,), kwargs={"device": session.device}, name="context").start()
 
 
 # The fourth stage solves the weights of a run, by the plan that was decided.

@@ -21,12 +21,14 @@ from torch import nn
 
 from quant.base.listener import Progress
 from quant.calibration.evaluating import prepared
+from quant.calibration.inputs import Inputs
 from quant.calibration.sensitivity.divergence import divergence_of
 from quant.calibration.sensitivity.group_solutions import solve_each_group
-from quant.calibration.sensitivity.scores import Scoring, run_units, score_groups, total
+from quant.calibration.sensitivity.scores import Scoring, _key, run_units, score_groups, total
 from quant.calibration.sensitivity.switchable_model import CachedRun, SwitchableModel, measure_amax
 from quant.calibration.sensitivity.table import Sensitivity, parse_candidates
 from quant.calibration.session import Session
+from quant.calibration.texts.sources import digest_of
 from quant.evaluation.evaluate import evaluate
 from quant.formats.tensor import fake_quantize
 from quant.recipes.plan import LayerPlan, groups_of
@@ -477,3 +479,10 @@ def test_errors_count_rows_through_all_batches(monkeypatch: pytest.MonkeyPatch) 
             assert run() == 0.0
             assert [(first, len(part)) for part, first in seen] == [(0, 4), (4, 2)]
             assert all(torch.equal(part, rows[first : first + len(part)]) for part, first in seen)
+
+
+@pytest.mark.parametrize("digest", [digest_of, lambda rows: _key(nn.Module(), {}, {}, rows)])
+def test_a_timestep_expanded_to_a_batch_of_one_has_the_digest_of_its_values(digest: Any) -> None:
+    """diffusers hands Wan's denoiser such a tensor: contiguous, with a stride of 0."""
+    calls = [Inputs([((), {"timestep": t})]) for t in (torch.tensor(3.0).expand(1), torch.tensor([3.0]))]
+    assert digest(calls[0]) == digest(calls[1]) != digest(Inputs([((), {"timestep": torch.tensor([4.0])})]))

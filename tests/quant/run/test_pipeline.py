@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from quant.formats.format import FORMATS
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import fake_quantize, round_activation
 from quant.models import pipelines
+from quant.run.pipeline import _Prompts
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*of the weights are not quantized", "ignore:.*float32")
 # The convolutions of a UNet are quantized in formats of whole rows.
@@ -56,12 +58,13 @@ def _quantize(*arguments: str | Path) -> Any:
 
 @pytest.mark.parametrize(("kind", "format"), _KINDS)
 def test_both_ways_of_loading_make_the_images_of_the_model_in_memory(
-    kind: str, format: str, pipeline: Callable[[str], Path], tmp_path: Path
+    kind: str, format: str, pipeline: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import diffusers
 
     name, out = "unet" if kind == "SDXL" else "transformer", tmp_path / "out"
     pipe = diffusers.DiffusionPipeline.from_pretrained(pipeline(kind), dtype=torch.bfloat16)
+    ignored = type(getattr(pipe, name))._keys_to_ignore_on_load_unexpected
     before = tiny_image(pipe)
     solved = quant.quantize(getattr(pipe, name), format, forward_loop=lambda model: tiny_image(pipe), solver="gptq")
     expected = tiny_image(pipe)
@@ -69,7 +72,11 @@ def test_both_ways_of_loading_make_the_images_of_the_model_in_memory(
     shutil.copytree(pipeline(kind), out, ignore=lambda _, names: {name} & set(names))
     quant.save(solved.model, solved.plan, out / name)
     assert np.array_equal(tiny_image(quant.load_pipeline(out)), expected)
-    assert np.array_equal(tiny_image(diffusers.DiffusionPipeline.from_pretrained(out, dtype=torch.bfloat16)), expected)
+    said: list[str] = []
+    monkeypatch.setattr(diffusers.models.modeling_utils.logger, "warning", said.append)
+    theirs = diffusers.DiffusionPipeline.from_pretrained(out, dtype=torch.bfloat16)
+    assert np.array_equal(tiny_image(theirs), expected) and said == []  # no word on tensors that it does not use
+    assert type(getattr(theirs, name))._keys_to_ignore_on_load_unexpected == ignored
 
 
 def test_the_command_writes_the_pipeline_again(pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path) -> None:
@@ -295,11 +302,12 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     untold.write_text('a red fox\n{"height": 16}\n')
     long.write_text(f"a red fox\n{'a cat in ' * 200}\n")
     single.write_text("a red fox\n")
-    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied")}
+    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied", "weightless")}
     for copy in copies.values():
         shutil.copytree(source, copy)
     save_file({"transformer.proj_out.lora_A.weight": torch.zeros(4, 64)}, copies["lora"] / "style.safetensors")
-    shutil.rmtree(copies["emptied"] / "transformer")
+    shutil.rmtree(copies["emptied"] / "scheduler")
+    next((copies["weightless"] / "transformer").glob("*.safetensors")).unlink()
     fields = json.loads((copies["quantized"] / "transformer/config.json").read_text())
     fields["quantization_config"] = {"quant_method": "bitsandbytes"}
     (copies["quantized"] / "transformer/config.json").write_text(json.dumps(fields))
@@ -312,7 +320,12 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (copies["vae_only"], calib, "no transformer and no unet"),
         (copies["quantized"], calib, "is quantized already (bitsandbytes)"),
         (copies["lora"], calib, "weight_name='style.safetensors'); pipe.fuse_lora()"),
-        (copies["emptied"], calib, "has no weights (*.safetensors), though model_index.json names it; give the whole"),
+        (copies["emptied"], calib, "is not there, though model_index.json names it; give the whole pipeline"),
+        (
+            copies["weightless"],
+            calib,
+            "has no weights (*.safetensors), though model_index.json names it; give the whole",
+        ),
         (source, (*calib, "--components", "decoder"), "has no component decoder"),
         (source, (*calib, "--components", "scheduler"), "no model that is quantized; name one of text_encoder"),
         (source, (*calib, "--components", "vae"), "no model that is quantized; name one of text_encoder"),
@@ -351,6 +364,57 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         lines = result.output.strip().splitlines()
         assert result.exit_code and expected in lines[-1] and lines[-1].startswith("error: "), result.output
         assert not out.exists() and not list(tmp_path.glob(".*")), expected
+
+
+def test_weights_in_a_variant_are_told_from_the_plain_ones(
+    pipeline: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import diffusers
+
+    source = tmp_path / "source"
+    diffusers.DiffusionPipeline.from_pretrained(pipeline("SD3"), dtype=torch.float16).save_pretrained(
+        source, variant="fp16"
+    )
+    with pytest.raises(
+        quant.UserError, match="has the weights of the variant fp16, and there are no plain ones"
+    ) as refused:
+        pipelines.models_to_quantize(source, None)
+    monkeypatch.chdir(tmp_path)
+    eval(str(refused.value).partition("without it: ")[2], {"diffusers": diffusers, "torch": torch})  # as it advises
+    assert pipelines.models_to_quantize(tmp_path / "plain", None) == ["transformer"]
+    assert pipelines.open_pipeline(tmp_path / "plain").vae.dtype == torch.float16
+    # Of several, diffusers reads the plain ones, here in the minority.
+    diffusers.DiffusionPipeline.from_pretrained(pipeline("SD3"), dtype=torch.float32).save_pretrained(source)
+    for file in list(source.glob("*/*.fp16.safetensors")):
+        shutil.copy(file, str(file).replace("fp16", "ema"))
+    opened = pipelines.open_pipeline(source)
+    assert opened.vae.dtype == opened.transformer.dtype == opened.text_encoder.dtype == torch.float32
+
+
+@dataclasses.dataclass
+class _Words:
+    """A tokenizer whose tokens are words."""
+
+    model_max_length: int
+
+    def __call__(self, text: str, **_: Any) -> Any:
+        return SimpleNamespace(input_ids=text.split())
+
+
+def test_a_prompt_is_as_long_as_its_call_says() -> None:
+    class Flux:
+        def __init__(self) -> None:
+            self.components = {"tokenizer": _Words(77), "tokenizer_2": _Words(512)}
+
+        def __call__(self, prompt: str, max_sequence_length: int = 512) -> None: ...
+
+    long = _Prompts([(0, {"prompt": "a " * 300})], [], "prompts.txt")
+    long.check(Flux(), {})
+    long.check(Flux(), {"max_sequence_length": 400})
+    with pytest.raises(quant.UserError, match="prompt 1 has 300 tokens, and the tokenizer cuts it after 256"):
+        long.check(Flux(), {"max_sequence_length": 256})
+    # CLIP's tokenizer is not cut by it.
+    _Prompts([(0, {"prompt": "a " * 60})], [], "prompts.txt").check(Flux(), {"max_sequence_length": 32})
 
 
 @pytest.mark.parametrize(
