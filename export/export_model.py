@@ -635,7 +635,7 @@ def _unreached_notes(receipt: Mapping[str, Any]) -> list[str]:
 
 
 def _put_in_dtype(job: ExportJob) -> list[str]:
-    """Casts unquantized tensors to --dtype, or to FP32 where onnxruntime runs all but BF16; a note of the latter."""
+    """Casts unquantized tensors to --dtype, or to FP32 where a runtime lacks BF16, or FP64; a note of the latter."""
     dtype, notes = job.dtype, []
     if dtype is None and job.runtime == "onnxruntime" and narrowest_dtype(job.model) == torch.bfloat16:
         dtype = "fp32"
@@ -643,6 +643,9 @@ def _put_in_dtype(job: ExportJob) -> list[str]:
             "the model is in BF16, which onnxruntime does not run on a processor, so the file is in FP32; "
             f"{option('dtype', 'fp16')} halves what is not quantized"
         )
+    elif dtype is None and any(parameter.dtype == torch.float64 for parameter in job.model.parameters()):
+        dtype = "fp32"
+        notes.append("the model is in FP64, which no exported file has: what is not quantized is in FP32 there")
     if dtype is not None:
         # An input meets tensors of its own dtype in the graph.
         short = {getattr(torch, name): key for key, name in DTYPES.items()}

@@ -315,7 +315,7 @@ _PACKERS: dict[str, Callable[[BlockScaledTensor], Tensor]] = {
 }
 
 
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES = {torch.float64: "F32", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # 16-bit tensors that llama.cpp wants in FP32: norms and biases, which have one dimension, and routers.
 _ROUTERS = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 

@@ -57,6 +57,7 @@ class _Rewriter:
         self.constants: dict[bytes, Any] = {}
         self.sliced: dict[tuple[Any, int], Any] = {}  # by value and axis
         self.rounded: dict[tuple[Any, Any], Any] = {}  # codes of inputs, by input and scale
+        self.transposed: set[Any] = set()  # codes and scales, which small layers with equal numbers share
         self.total: Any = None  # cached and new tokens of the longest row, `[1]`
         self.counts: list[Any] = []  # operands of GroupQueryAttention: last keys of rows, the total, new tokens of rows
 
@@ -129,15 +130,18 @@ class _Rewriter:
         codes, scale = node.inputs
         dtype = scale.dtype
         stored = _made(scale, "Cast").inputs[0] if scale.producer() is not None else scale
-        out, columns = codes.shape.numpy()
-        if codes.dtype is ir.DataType.INT4:  # two codes share a byte, in the order of the tensor
+        unseen = {codes, stored} - self.transposed
+        self.transposed |= unseen
+        if codes in unseen and codes.dtype is ir.DataType.INT4:  # two codes share a byte, in the order of the tensor
+            out, columns = codes.shape.numpy()
             flat = codes.const_value.numpy().view(np.uint8).T.reshape(-1) & 15
             packed, number = flat[0::2] | flat[1::2] << 4, ir.DataType.INT4
             codes.const_value = ir.PackedTensor(packed, number, shape=(columns, out), name=codes.name)
             codes.shape = ir.Shape((columns, out))
-        else:
+        elif codes in unseen:
             _set(codes, np.ascontiguousarray(codes.const_value.numpy().T))
-        _set(stored, np.ascontiguousarray(stored.const_value.numpy().astype(dtype.numpy()).T))
+        if stored in unseen:
+            _set(stored, np.ascontiguousarray(stored.const_value.numpy().astype(dtype.numpy()).T))
         block = node.attributes["block_size"].as_int()
         for transpose in transposes:
             wide = self.add(node, "DequantizeLinear", codes, stored, axis=0, block_size=block)

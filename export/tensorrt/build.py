@@ -569,6 +569,9 @@ def _digests(model: Any, folder: Path) -> dict[str, str]:
     wiring: dict[str, Any] = defaultdict(hashlib.sha256)
     numbers: dict[str, Any] = defaultdict(hashlib.sha256)
     constants = {tensor.name: tensor for tensor in graph.initializer}
+    for name, count in Counter(tensor.name for tensor in graph.initializer).items():
+        if count > 1:  # onnxruntime reads the first of them
+            wiring["numbers of one name"].update(name.encode())
     sources = {name: f"{tensor.data_type} {list(tensor.dims)}" for name, tensor in constants.items()}
     sources |= {value.name: value.name for value in graph.input if value.name not in constants}
     wiring["the graph's opsets"].update(repr(sorted((x.domain, x.version) for x in model.opset_import)).encode())

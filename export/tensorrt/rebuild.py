@@ -148,7 +148,7 @@ def _other_versions(versions: Mapping[str, str]) -> str:
 def _other_modules(
     found: Mapping[str, str], expected: Mapping[str, str], versions: Mapping[str, str]
 ) -> Iterator[AuditRow]:
-    """Yields a finding for each module whose nodes in the engine's graph are not those of the checkpoint's."""
+    """Yields a finding for each module whose nodes in the file's graph are not those of the checkpoint's."""
     if found == expected:
         return
     if needed := _other_versions(versions):
@@ -157,9 +157,9 @@ def _other_modules(
     for name in {**expected, **found}:
         mine, theirs = found.get(name), expected.get(name)
         if mine is None:
-            yield AuditRow(name, AS_EXPORTED, "not in the engine's graph", False)
+            yield AuditRow(name, AS_EXPORTED, "not in the file's graph", False)
         elif theirs is None:
-            yield AuditRow(name, "not in the checkpoint's graph", "in the engine's", False)
+            yield AuditRow(name, "not in the checkpoint's graph", "in the file's", False)
         elif mine != theirs:
             half = len(mine) // 2
             words = "other numbers" if mine[:half] == theirs[:half] else "other nodes"

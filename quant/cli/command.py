@@ -363,8 +363,10 @@ class Command(click.Command):
         ctx.meta[_ARGUMENTS] = list(args)
         try:
             # click silently takes the last of several values.
-            _, _, order = self.make_parser(ctx).parse_args(list(args))
+            values, _, order = self.make_parser(ctx).parse_args(list(args))
             for option, count in Counter(order).items():
+                if values[str(option.name)] == "":
+                    raise click.UsageError(f"{option.get_error_hint(ctx)} is empty, as a variable that is not set", ctx)
                 if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
                     raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
             rest = super().parse_args(ctx, args)
@@ -376,6 +378,9 @@ class Command(click.Command):
             if given and error.param is not None and isinstance(error.param.type, click.Choice):
                 near = did_you_mean(given[1], error.param.type.choices)
                 raise click.BadParameter(error.message.removesuffix(".") + near, ctx, error.param) from None
+            if error.param is not None and error.param.name == "bits":
+                hint = "; the name of a format is for --format"
+                raise click.BadParameter(error.message.removesuffix(".") + hint, ctx, error.param) from None
             raise
         except click.UsageError as error:
             if hint := _hint(ctx.meta[_ARGUMENTS], own):
@@ -459,7 +464,7 @@ def _hint(arguments: Sequence[str], options: Iterable[str]) -> str:
         name = f"--{argument[dashes.end() :].partition('=')[0]}" if dashes else ""
         if name in options and not argument.startswith("--"):
             return f"; did you mean {name}?"
-        if not argument.strip("\\ \t\r\n"):
+        if argument and not argument.strip("\\ \t\r\n"):
             return "; in a pasted command the backslash has to be the last character of its line"
     return ""
 

@@ -28,6 +28,11 @@ from quant.recipes.plan import LayerPlan, Plan, bits_per_weight
 class _Console(Console):
     """A console that escapes the control characters that names from files may hold."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if not self.width:  # COLUMNS=0 would show nothing
+            self.width = 80
+
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
             # Control segments are rich's own cursor movements; text may hold escape sequences of a hostile file name.

