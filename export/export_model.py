@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -601,12 +602,8 @@ def _write_verified(job: ExportJob, path: Path, notes: Sequence[str]) -> dict[st
         kv_cache=job.cache_format, plan=job.plan, runtime=job.runtime,
     )  # fmt: skip
     check_file(path)
-    receipt = verify(
-        job.model,
-        path,
-        checkpoint=None if job.plan is None else _stored_weights(job.directory, job.model, job.plan),
-        progress=lambda done, total: job.progress("compare", done, total),
-    )
+    stored = None if job.plan is None else _stored_weights(job.directory, job.model, job.plan)
+    receipt = verify(job.model, path, checkpoint=stored, progress=partial(job.progress, "compare"))
     if not receipt["passed"]:
         worst = worst_layer(receipt)
         assert worst is not None

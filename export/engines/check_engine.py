@@ -164,14 +164,9 @@ class EngineCheck:
 
 
 def check_engine(
-    path: str | Path,
-    directory: str | Path,
-    *,
-    new: int = 64,
-    device: Device = "auto",
-    rebuild: bool | None = None,
+    path: str | Path, directory: str | Path, *, new: int = 64, device: Device = "auto", rebuild: bool | None = None,
     unsafe_load: bool = False,
-) -> EngineCheck:
+) -> EngineCheck:  # fmt: skip
     """Checks an exported file against the checkpoint that it was made from, as far as this machine can.
 
     An engine that cannot run here is built again (`audit_with_checkpoint`), unless `rebuild` says otherwise.
@@ -210,13 +205,17 @@ def onnx_findings(path: Path, directory: Path, device: Device) -> tuple[str | No
         check_installed(("onnx", "onnxscript"), "it")
     except UserError as error:
         return None, [AuditRow("the graph", UNPLANNED, f"not compared: {error}", True)]
+    from quant.export.onnx.genai import CONFIG_FILE, other_genai_files
     from quant.export.tensorrt.build import load_graph
-    from quant.export.tensorrt.rebuild import audit_onnx
+    from quant.export.tensorrt.rebuild import AS_EXPORTED, audit_onnx
 
     metadata = {entry.key: entry.value for entry in load_graph(path).metadata_props}
     check_plan(metadata.get(PLAN_KEY, ""), directory)
     model: Any = load(directory)
     findings = audit_onnx(path, model, describe(directory)[0])  # puts the model in the file's dtype
+    if (path.parent / CONFIG_FILE).is_file():
+        others = other_genai_files(model, directory, path.parent)
+        findings += [AuditRow(name, AS_EXPORTED, "another file", False) for name in others]
     record = json.loads(metadata.get(EXPORT_KEY, "{}"))
     cache, reason = record.get("kv_cache"), None
     if CAPACITY_KEY not in metadata:
@@ -286,21 +285,14 @@ def compare(model: nn.Module, session: EngineSession, prompts: Sequence[Sequence
         passed = kl <= most_kl and agreement >= least_agreement and float(near.mean()) >= LEAST_AGREEMENT
     difference = np.linalg.norm((run.logits - expected.logits).astype(np.float64))
     return EngineCheck(
-        backend=session.backend,
-        dtype=session.dtype,
-        prompts=[len(prompt) for prompt in prompts],
-        steps=new,
-        agreeing=int(same.sum()),
-        near=int(near.sum()),
+        backend=session.backend, dtype=session.dtype, prompts=[len(prompt) for prompt in prompts], steps=new,
+        agreeing=int(same.sum()), near=int(near.sum()),
         first_difference=(int(differing[0][0]), int(differing[0][1])) if len(differing) else None,
-        kl=kl,
-        error=float(difference / np.linalg.norm(expected.logits.astype(np.float64))),
+        kl=kl, error=float(difference / np.linalg.norm(expected.logits.astype(np.float64))),
         engine_ms=(1e3 * run.prefill_seconds, 1e3 * run.step_seconds),
         reference_ms=(1e3 * expected.prefill_seconds, 1e3 * expected.step_seconds),
-        noise_kl=noise_kl,
-        noise_agreeing=noise_agreeing,
-        passed=bool(passed),
-    )
+        noise_kl=noise_kl, noise_agreeing=noise_agreeing, passed=bool(passed),
+    )  # fmt: skip
 
 
 def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]:
@@ -491,14 +483,9 @@ class EngineGeneration:
 
 
 def generate_text(
-    session: EngineSession,
-    directory: Path,
-    prompts: Sequence[str],
-    max_new_tokens: int,
-    *,
-    sampling: Sampling = GREEDY,
-    on_text: Callable[[str], object] | None = None,
-) -> EngineGeneration:
+    session: EngineSession, directory: Path, prompts: Sequence[str], max_new_tokens: int, *,
+    sampling: Sampling = GREEDY, on_text: Callable[[str], object] | None = None,
+) -> EngineGeneration:  # fmt: skip
     """Continues each prompt, all of them together, until a token that ends the text or `max_new_tokens`.
 
     `directory` is the checkpoint that the model was exported from. `on_text` gets each piece of the first text, as soon

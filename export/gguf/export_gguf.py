@@ -243,9 +243,10 @@ def _half_scales(weight: BlockScaledTensor) -> Tensor:
     if not torch.equal(half.float(), weight.scale.float()):
         wrong = int((half.float() != weight.scale.float()).sum())
         low, high = float(weight.scale.min()), float(weight.scale.max())
+        name = "q8_0" if weight.format.element.name == "int8" else "q4_0"
         raise ValueError(
             f"{wrong:,} of its scales, which are between {low:.2g} and {high:.2g}, are no numbers of {FP16.name}, in "
-            f"which llama.cpp has them"
+            f"which llama.cpp has them; quantize with --format {name}"
         )
     blocks = weight.shape[-1] // 32
     half = half.repeat_interleave(blocks // half.shape[-1], dim=-1)
@@ -348,14 +349,9 @@ class Rows:
 
 
 def write_gguf(
-    model: nn.Module,
-    path: Path,
-    plan: Plan | None = None,
-    *,
-    words: Mapping[str, Any] | None = None,
-    device: torch.device | None = None,
-    progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
-) -> dict[str, Any]:
+    model: nn.Module, path: Path, plan: Plan | None = None, *, words: Mapping[str, Any] | None = None,
+    device: torch.device | None = None, progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
+) -> dict[str, Any]:  # fmt: skip
     """Writes a model of transformers, with quantized layers, as the GGUF file `path`.
 
     Args:

@@ -12,15 +12,19 @@ up to its own that the mask does not hide. Its own column is never hidden: a pad
 give NaN, which later layers spread.
 """
 
+import filecmp
+import os
 import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from quant.base.json_files import write_json
+from quant.base.json_files import read_json, typed, write_json
 from quant.calibration.attention_names import text_config
 from quant.export.onnx.decoder_graph import GraphInput, attending
 from quant.export.onnx.serving import IDS, LOGITS, CachedAttention, ServingGraph, cache_shapes, check_decoder
@@ -101,6 +105,18 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
     write_json(folder / CONFIG_FILE, genai_config(model))
+
+
+def other_genai_files(model: Any, source: Path, folder: Path) -> list[str]:
+    """Returns the files beside a graph that are not those of `write_genai_files`, but for sampling and providers."""
+    with tempfile.TemporaryDirectory() as own:
+        write_genai_files(model, source, Path(own))
+        _, others, missing = filecmp.cmpfiles(own, folder, [*{*os.listdir(own)} - {CONFIG_FILE}], shallow=False)
+    expected = genai_config(model)["model"]
+    found = read_json(folder / CONFIG_FILE, "a configuration", lambda x: typed(dict[str, Any], x, "it").get("model"))
+    with suppress(KeyError, TypeError):
+        expected["decoder"]["session_options"] = found["decoder"]["session_options"]
+    return [*sorted(others + missing), *([] if found == expected else [CONFIG_FILE])]
 
 
 def genai_config(model: Any) -> dict[str, Any]:

@@ -74,7 +74,10 @@ def compile_engine(
             arrays: list[Any] = []  # constants: TensorRT's network holds their addresses until it is built
 
             def convert(ctx: Any, target: Any, args: tuple[Any, ...], kwargs: Any, name: str) -> Any:
-                return _Linear(trt, ctx.net, _layer_name(ctx.current_node, name), arrays).convert(*args)
+                # The second argument is the buffer `model.layers.0.mlp.up_proj.codes`.
+                codes = "" if ctx.current_node is None else str(getattr(ctx.current_node.args[1], "target", ""))
+                layer = codes.removesuffix(".codes").removeprefix(TRACED) if codes.endswith(".codes") else name
+                return _Linear(trt, ctx.net, layer, arrays).convert(*args)
 
             # A second call replaces the first converter.
             decorate = torch_tensorrt.dynamo.conversion.dynamo_tensorrt_converter
@@ -159,13 +162,6 @@ def _for_target(trt: Any, target: Hardware) -> Iterator[None]:
         mock.patch.object(trt, "Runtime", return_value=loaded),
     ):
         yield
-
-
-def _layer_name(node: Any, name: str) -> str:
-    """Returns the name of the module whose forward a node of `quant::linear` is."""
-    # The second argument is the buffer `model.layers.0.mlp.up_proj.codes`.
-    codes = str(getattr(node.args[1], "target", "")) if node is not None else ""
-    return codes.removesuffix(".codes").removeprefix(TRACED) if codes.endswith(".codes") else name
 
 
 class _Linear:

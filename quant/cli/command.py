@@ -376,12 +376,12 @@ class Command(click.Command):
         except click.BadParameter as error:
             given = re.match("'(.*)' is not one of", error.message)
             if given and error.param is not None and isinstance(error.param.type, click.Choice):
-                near = did_you_mean(given[1], error.param.type.choices)
-                raise click.BadParameter(error.message.removesuffix(".") + near, ctx, error.param) from None
-            if error.param is not None and error.param.name == "bits":
+                hint = did_you_mean(given[1], error.param.type.choices)
+            elif error.param is not None and error.param.name == "bits":
                 hint = "; the name of a format is for --format"
-                raise click.BadParameter(error.message.removesuffix(".") + hint, ctx, error.param) from None
-            raise
+            else:
+                raise
+            raise click.BadParameter(error.message.removesuffix(".") + hint, ctx, error.param) from None
         except click.UsageError as error:
             if hint := _hint(ctx.meta[_ARGUMENTS], own):
                 raise click.UsageError(error.format_message().removesuffix(".") + hint, ctx) from None

@@ -85,6 +85,8 @@ def _question(fields: Any) -> Question:
         raise ValueError('"prompt" is missing, or no text')
     if not isinstance(choices, list) or not all(isinstance(choice, str) and choice.strip() for choice in choices):
         raise ValueError('"choices" is no list of texts')
+    if len({*choices}) < len(choices):
+        raise ValueError('"choices" has a text twice')
     if choices and (not isinstance(answer, int) or isinstance(answer, bool) or not 0 <= answer < len(choices)):
         raise ValueError(f'"answer" is {answer!r}, and no number from 0 to {len(choices) - 1}, of a choice')
     answer = answer.strip() if isinstance(answer, str) else answer

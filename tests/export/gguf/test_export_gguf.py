@@ -292,6 +292,12 @@ def test_a_model_is_refused_before_its_tokenizer_and_before_it_is_quantized(tmp_
     assert "quantize" not in stages
 
 
+def test_scales_that_llama_cpp_cannot_hold_name_its_own_format() -> None:
+    solved = quantize(torch.randn(4, 64, generator=torch.Generator().manual_seed(0)), FORMATS["int8"])
+    with pytest.raises(ValueError, match=r"are no numbers of fp16, .* quantize with --format q8_0$"):
+        to_blocks(solved)
+
+
 @pytest.mark.filterwarnings("ignore:.*tokenizer")
 def test_a_model_in_fp64_is_written_in_fp32(tmp_path: Path) -> None:
     model = tiny_models.llama(dtype=torch.float64, **SIZES)

@@ -27,7 +27,7 @@ genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the extra genai")
 
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402 -- needs onnx
-from quant.export.onnx.genai import genai_config  # noqa: E402 -- as above
+from quant.export.onnx.genai import genai_config, other_genai_files  # noqa: E402 -- as above
 
 ROWS = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(0))
 NEW = serving_samples.NEW
@@ -108,6 +108,29 @@ def test_the_directory_has_all_that_the_library_needs(checkpoint: Path, out: Pat
     for tokens, expected in zip(written(out, rows), serving_samples.greedy_tokens(model, rows), strict=True):
         end = next((i for i, token in enumerate(expected) if token in ends), NEW)
         assert tokens[:end] == expected[:end]
+
+
+def test_files_beside_the_graph_are_compared(checkpoint: Path, out: Path, tmp_path: Path) -> None:
+    """The graph is right in each case. Sampling and providers are the user's."""
+    model, config = quant.load(checkpoint), out / "genai_config.json"
+    assert other_genai_files(model, checkpoint, out) == []
+    shutil.copytree(out, tmp_path / "other")
+    document = json.loads(config.read_text())
+    document["search"]["top_k"] = 5
+    document["model"]["decoder"]["session_options"]["provider_options"] = [{"cuda": {}}]
+    (tmp_path / "other" / config.name).write_text(json.dumps(document))
+    assert other_genai_files(model, checkpoint, tmp_path / "other") == []
+    document["model"]["eos_token_id"] = [7]
+    (tmp_path / "other" / config.name).write_text(json.dumps(document))
+    (tmp_path / "other" / "tokenizer.json").write_text((out / "tokenizer.json").read_text().replace('"a"', '"ä"', 1))
+    (tmp_path / "other" / "tokenizer_config.json").unlink()
+    others = ["tokenizer.json", "tokenizer_config.json", config.name]
+    assert other_genai_files(model, checkpoint, tmp_path / "other") == others
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "other"), "--source", str(checkpoint)])
+    assert result.exit_code == 2 and all(name in result.stdout for name in others), result.output
+    (tmp_path / "other" / config.name).write_text("[]")
+    with pytest.raises(ValueError, match=r"genai_config\.json: not a configuration: it: expected an object"):
+        other_genai_files(model, checkpoint, tmp_path / "other")
 
 
 def test_text_in_c(out: Path, tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_classifiers_have_accuracy(tokenizer: Any, file: Callable[..., Path]) ->
         ({"prompt": "q", "choices": ["a"], "answer": 0}, 'line 2: "answer" is missing, or there is one choice'),
         ({"prompt": "q", "choices": "ab", "answer": 0}, 'line 2: "choices" is no list of texts'),
         ({"prompt": "q"}, 'line 2: "answer" is missing'),
+        ({"prompt": "q", "choices": ["a", "a"], "answer": 1}, 'line 2: "choices" has a text twice'),
         ({"prompt": "q", "answer": " "}, 'line 2: "answer" is missing'),
         ({"prompt": " ", "choices": ["a", "b"], "answer": 0}, 'line 2: "prompt" is missing'),
         ({"prompt": "q", "answer": "x"}, "2 questions, and every answer is 'x'"),
