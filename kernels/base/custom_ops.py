@@ -7,11 +7,14 @@ backward pass, autocast.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
+from quant.base.errors import UserError
 from quant.kernels.base.hardware import has_triton
 
 _LIBRARY = torch.library.Library("quant", "FRAGMENT")
@@ -85,10 +88,36 @@ def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callabl
             for position in positions:
                 if args[position] is not None and args[position].requires_grad:
                     return function.apply(keyset, *args)
+        # Below autograd a dual tensor would lose its tangent, which then counts as zero.
+        if forward_ad._current_level >= 0:
+            for position in positions:
+                if args[position] is not None and forward_ad.unpack_dual(args[position]).tangent is not None:
+                    raise NotImplementedError(
+                        f"{op} has no forward-mode derivative (jvp, jacfwd); take torch.autograd.functional.jacobian "
+                        "or another of reverse mode"
+                    )
         with torch._C._AutoDispatchBelowAutograd():
             return redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
     return body
+
+
+def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a backward pass refuse to be recorded for another one, as PyTorch's `once_differentiable` does not.
+
+    That one cuts the graph there: `autograd.grad` of gradients sums up the terms of other paths without a word.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise UserError(
+                "create_graph=True asks for gradients of gradients, which quantized layers, layers in training and "
+                "quant.distill do not have; train without it, or take the second derivatives of the original model"
+            )
+        return backward(ctx, *gradients)
+
+    return checked
 
 
 def below_autograd(op: Any, keyset: Any, *args: Any) -> Tensor:

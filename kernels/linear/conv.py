@@ -20,11 +20,10 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.base.custom_ops import below_autograd, register
+from quant.kernels.base.custom_ops import below_autograd, first_order, register
 from quant.kernels.linear.oracle import dense_view
 from quant.kernels.linear.quantized_module import QuantizedModule
 
@@ -195,7 +194,7 @@ class _Conv(torch.autograd.Function):
         return below_autograd(torch.ops.quant.conv.default, keyset, *args)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
         transposed, groups = ctx.geometry[3], ctx.geometry[5]

@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor
-from quant.kernels.base.custom_ops import below_autograd, register
+from quant.kernels.base.custom_ops import below_autograd, first_order, register
 from quant.kernels.base.hardware import current, has_triton
 from quant.kernels.base.weight_layout import is_prepacked, restore
 from quant.kernels.linear.oracle import as_stored
@@ -184,7 +183,7 @@ class _Grouped(torch.autograd.Function):
         return below_autograd(torch.ops.quant.grouped_linear.default, keyset, *args)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         x = torch.ops.quant.grouped_linear_input_gradient(gradient, *ctx.saved_tensors, ctx.weight_format, ctx.columns)
         return None, x, *(None,) * 8

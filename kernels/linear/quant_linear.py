@@ -23,12 +23,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from quant.base.errors import UserError
 from quant.formats.format import INPUT_FORMATS, WEIGHT_FORMATS, Format
 from quant.formats.tensor import BlockScaledTensor, round_activation
-from quant.kernels.base.custom_ops import autocast_dtype, below_autograd, register
+from quant.kernels.base.custom_ops import autocast_dtype, below_autograd, first_order, register
 from quant.kernels.base.hardware import has_fp8_tensor_cores, has_triton
 from quant.kernels.linear import dispatch, oracle
 from quant.kernels.linear.branch_columns import branch_linear, takes_branch, widened
@@ -146,7 +145,7 @@ class _Linear(torch.autograd.Function):
         return below_autograd(torch.ops.quant.linear.default, keyset, *args)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _, for_x, _, _, _, for_bias, *_ = ctx.needs_input_grad
         x = bias = None

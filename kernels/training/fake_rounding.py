@@ -29,13 +29,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from quant.formats.format import FORMATS, INPUT_FORMATS, Format
 from quant.formats.rounding import round_to
 from quant.formats.scaling import global_scale_of
 from quant.formats.tensor import choose_scale, round_activation, round_with_scale
-from quant.kernels.base.custom_ops import below_autograd, register, runs_eagerly
+from quant.kernels.base.custom_ops import below_autograd, first_order, register, runs_eagerly
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.linear.rounded_products import round_rows
 
@@ -138,7 +137,7 @@ class _RoundInput(torch.autograd.Function):
         return rounded
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         if not ctx.passes_all:
             gradient_of: Any = _input_gradient if ctx.is_eager else torch.ops.quant.round_input_gradient
@@ -307,7 +306,7 @@ class _RoundWeight(torch.autograd.Function):
         return below_autograd(torch.ops.quant.round_weight.default, keyset, *args)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _, for_weight, for_scale, *_ = ctx.needs_input_grad
         weight = scale = None

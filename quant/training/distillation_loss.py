@@ -28,7 +28,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from quant.base.atomic import claimed
 from quant.base.errors import UserError
@@ -36,6 +35,7 @@ from quant.calibration.attention_names import text_config
 from quant.calibration.evaluating import evaluating
 from quant.calibration.outputs.logits import logits_of
 from quant.calibration.session import device_of
+from quant.kernels.base.custom_ops import first_order
 from quant.recipes.blocks import forwarding, output_of
 from quant.recipes.callers_model import inner_model
 from quant.recipes.layers import output_head
@@ -444,7 +444,7 @@ class ChunkedKL(torch.autograd.Function):
         return (loss * factor).float()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         saved = list(ctx.saved_tensors)
         # With a dimension, because a number without one would be rounded to the dtype of the tensor first.

@@ -13,6 +13,7 @@ import torch
 from slow_cases import quick_cases
 from torch import nn
 
+from quant.base.errors import UserError
 from quant.formats.format import FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize, round_activation
 from quant.kernels.linear import oracle
@@ -185,10 +186,27 @@ def test_autocast_decides_the_dtype(device: str, compiled: bool) -> None:
 
 
 def test_a_second_derivative_is_refused() -> None:
-    x = inputs(TOKENS, IN).requires_grad_()
-    (first,) = torch.autograd.grad(linear("nvfp4", "nvfp4", torch.float32)(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        first.sum().backward()
+    """At the first one: PyTorch's mark cuts the graph, and a Hessian then lacks the terms that pass through here."""
+    x, layer = inputs(TOKENS, IN).requires_grad_(), linear("nvfp4", "nvfp4", torch.float32)
+    (plain,) = torch.autograd.grad(layer(x).square().sum(), x)
+    assert plain.norm() > 0
+    with pytest.raises(UserError, match=r"create_graph=True asks for gradients of gradients, .*; train without it"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(UserError, match="create_graph=True asks for gradients of gradients"):
+        torch.autograd.functional.hessian(lambda x: layer(x).square().sum(), x)
+
+
+@pytest.mark.parametrize("activation", ["nvfp4", ""])
+def test_a_forward_derivative_is_refused(activation: str) -> None:
+    """Below autograd the tangent got lost: `torch.func.jvp` gave zeros. Reverse mode has the matrix itself."""
+    x, layer = inputs(1, IN)[0], linear("nvfp4", activation, torch.float32)
+    for call in (lambda: torch.func.jvp(layer, (x,), (x,)), lambda: torch.func.jacfwd(layer)(x)):
+        with pytest.raises(NotImplementedError, match=r"quant.linear.* has no forward-mode derivative .*\.jacobian"):
+            call()
+    torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x), layer.dequantize())
+    # A tangent that does not pass through the layer is right.
+    _, tangent = torch.func.jvp(lambda y: 2 * y + layer(x), (torch.zeros(OUT),), (torch.ones(OUT),))
+    assert torch.equal(tangent, torch.full((OUT,), 2.0))
 
 
 @pytest.mark.parametrize(("format", "activation"), CASES)
