@@ -208,11 +208,7 @@ _TEXT = "Hello world, it is 1999:\n  def naïve(café):\n\treturn '日本語' + 
 
 def check_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
     """Gives a tokenizer its file's flags for BOS and EOS; UserError where it still disagrees with the file's fields."""
-
-    def metadata(key: str, default: Any = None) -> Any:
-        field = fields.get(f"tokenizer.ggml.{key}")
-        return default if field is None else field.contents()
-
+    metadata = partial(_value, fields, "tokenizer.ggml.")
     model, tokens = metadata("model"), metadata("tokens", ())
     types = metadata("token_type") or [_NORMAL] * len(tokens)
     problems = [
@@ -234,6 +230,11 @@ def check_tokens(tokenizer: Any, fields: Mapping[str, Any]) -> None:
             problems.append(f"{_TEXT!r} is {text!r} after it was encoded and decoded")
     if problems:
         raise UserError(problems[0])
+
+
+def _value(fields: Mapping[str, Any], prefix: str, key: str, default: Any = None) -> Any:
+    field = fields.get(f"{prefix}{key}")
+    return default if field is None else field.contents()
 
 
 def _vocabulary_problems(tokenizer: Any, tokens: Sequence[str], types: Sequence[int]) -> Iterator[str]:
@@ -511,11 +512,12 @@ def _on_all_cores(
 
 
 def _refuse_without_model(path: Path, file: Any) -> None:
-    """Raises UserError for an adapter, a projector or an importance matrix of llama.cpp."""
-    kind, architecture = (
-        field.contents() if (field := file.fields.get(f"general.{key}")) is not None else None
-        for key in ("type", "architecture")
-    )
+    """Raises UserError for an adapter, a projector, an importance matrix of llama.cpp, or a part of a split file."""
+    kind, architecture = (_value(file.fields, "general.", key) for key in ("type", "architecture"))
+    if (count := int(_value(file.fields, "split.", "count", 1))) > 1:
+        raise UserError(
+            f"{path}: one of {count} files of a model; join them by llama.cpp's `llama-gguf-split --merge FIRST JOINED`"
+        )
     if kind == "adapter":
         raise UserError(
             f"{path}: an adapter (LoRA), which is no model by itself; merge it with PEFT where it was trained "
@@ -557,4 +559,11 @@ def read_config(path: Path) -> Any:
         set_rope(config, file)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+    # transformers leaves the widths of experts, and the scale of attention of Gemma's 27B, at its configs' defaults.
+    prefix = f"{_value(file.fields, 'general.', 'architecture')}.expert_"
+    for key, name in (("", "moe_intermediate_size"), ("shared_", "shared_expert_intermediate_size")):
+        if hasattr(config, name) and (width := _value(file.fields, prefix, f"{key}feed_forward_length")):
+            setattr(config, name, int(width))
+    if (config.model_type, getattr(config, "num_hidden_layers", 0)) in {("gemma2", 46), ("gemma3_text", 62)}:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
     return config

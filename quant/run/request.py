@@ -454,7 +454,7 @@ class Request:
             return
         out = self.plan_out or self.out
         if out is None:
-            raise UserError("name a directory for the checkpoint with --out DIR, or pass --dry-run for only the plan")
+            raise UserError("name a directory or a .gguf file with --out, or pass --dry-run for only the plan")
         model, texts = find_model(str(self.model)), (*sources_of(self.calib), *self.eval_texts, self.recipe_file)
         check_apart(out, model, *texts, self.budget.sensitivity)
         if self.budget.sensitivity is not None:

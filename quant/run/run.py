@@ -371,8 +371,9 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
         assert solved.quantized is not None
         source.files.check()  # before the file gets its name
         words = gguf_words(source)
-        write_gguf(solved.quantized.model, out, solved.plan, words=words, device=job.session.device)
+        types = write_gguf(solved.quantized.model, out, solved.plan, words=words, device=job.session.device)["types"]
         report.notes += gguf_notes(solved.quantized.model, solved.plan)
+        report.notes.append(f"tensors in the file: {', '.join(f'{count} in {kind}' for kind, count in types.items())}")
         report.warnings += [WITHOUT_VOCABULARY] if words is None else []
         report.seconds["write"], report.bytes_after = time.perf_counter() - started, out.stat().st_size
         return

@@ -105,6 +105,11 @@ MODELS = {
     # transformers takes 128 for the width of a head, whatever the file says.
     "Qwen3": ("nvfp4a16", {"head_dim": 128}),
     "Qwen2": ("q4_k_m", {"intermediate_size": 256}),
+    # transformers takes 768 for the width of an expert, and 1/√256 for the scale of Gemma 27B's attention.
+    "Qwen3Moe": ("mxfp4a16", {
+        "moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "Gemma2": ("mxfp4a16", {
+        "num_hidden_layers": 46, "head_dim": 64, "query_pre_attn_scalar": 32, "num_attention_heads": 4}),
 }  # fmt: skip
 
 
@@ -185,6 +190,7 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     outcome = run(request)
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"model", "m.gguf"}
     assert outcome.report is not None and outcome.report.bytes_after == (tmp_path / "m.gguf").stat().st_size
+    assert any(note.startswith("tensors in the file: ") and " in Q8_0" in note for note in outcome.report.notes)
     fallback = outcome.plan.by_name["model.layers.0.self_attn.q_proj"]
     assert fallback.reason == "recipe q4_k_m; q5_0, because in = 128 is no multiple of 256"
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}

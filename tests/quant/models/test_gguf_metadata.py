@@ -151,6 +151,20 @@ def test_gemma_3_scales_its_layers_of_full_attention(tmp_path: Path) -> None:
     np.testing.assert_allclose(windowed, frequencies(10000.0, 16), rtol=1e-6)
 
 
+def test_a_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    def metadata(writer: Any) -> None:
+        sentence_pieces("gemma3", flag=True)[1](writer)
+        writer.add_uint16("split.count", 3)
+
+    write_vocabulary(tmp_path / "m.gguf", "gemma3", metadata)
+    with pytest.raises(UserError) as refused:
+        read_config(tmp_path / "m.gguf")
+    assert str(refused.value) == (
+        f"{tmp_path / 'm.gguf'}: one of 3 files of a model; join them by llama.cpp's "
+        "`llama-gguf-split --merge FIRST JOINED`"
+    )
+
+
 def test_longrope_of_phi_3(tmp_path: Path) -> None:
     short, long = np.linspace(1, 1.5, 8), np.linspace(1, 9, 8)
 
