@@ -72,6 +72,20 @@ class Head(nn.Module):
         stored[f"{prefix}.shared_head.head.weight"] = model.lm_head.weight
         return {name: tensor.detach().to("cpu", torch.bfloat16).clone() for name, tensor in stored.items()}
 
+    def fill(self, stored: dict[str, torch.Tensor]) -> None:
+        """Takes the tensors of a checkpoint, as `tensors` names them."""
+        prefix, found = f"model.layers.{LAYERS}", {}
+        for name, tensor in self.state_dict().items():
+            place = f"{prefix}.{name.removeprefix('block.')}"
+            if "mlp.experts." in name:
+                experts = place.rpartition(".")[0]
+                parts = ("gate", "up") if name.endswith("gate_up_proj") else ("down",)
+                each = [[stored[f"{experts}.{i}.{part}_proj.weight"] for part in parts] for i in range(len(tensor))]
+                found[name] = torch.stack([torch.cat(expert) for expert in each])
+            else:
+                found[name] = stored[place]
+        self.load_state_dict(found)
+
 
 def write_model(rows: torch.Tensor, out: Path, *, steps: int, device: str) -> None:
     """Trains the model and then its head on rows of token ids, and writes both in BF16."""

@@ -232,6 +232,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("vllm-greedy"))
     parser.add_argument("--model", default="bytes", help="the dense model; `bytes` trains one")
     parser.add_argument("--only", nargs="+", default=[""], help="engines whose names begin so")
+    parser.add_argument("--device", default="cuda", help="that trains GLM-4-MoE")
     parser.add_argument("--serve", choices=list(ENGINES), help="makes this process an engine")
     args = parser.parse_args()
     if args.serve:
@@ -244,7 +245,7 @@ def main() -> None:
     if any(not name.startswith("GLM") for name in names) and not is_made:
         make(args.out, args.model)
     if any(name.startswith("GLM") for name in names) and not all(path.is_file() for path in of_glm):
-        make_glm(args.out)
+        make_glm(args.out, device=args.device)
     processes = []
     for name in names:
         (args.out / f"{name}.json").unlink(missing_ok=True)  # an engine that fails must not leave an earlier result
