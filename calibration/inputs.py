@@ -353,7 +353,6 @@ def _by_name(call: Arguments, takes: Sequence[str]) -> dict[str, Any]:
 
 
 def _rows_of(data: Mapping[str, Any]) -> list[Arguments]:
-    """Returns a call for each row of named tensors."""
     wrong = [name for name, value in data.items() if not isinstance(value, Tensor) or not value.dim()]
     if wrong or not data:
         raise ValueError(f"calibration data by name holds tensors with a row for each call; {wrong or 'it'} does not")

@@ -212,7 +212,6 @@ def choose_scale(weight: Tensor, format: Format, rule: str, amax: Tensor, global
 
 
 def _choose_rows(weight: Tensor, format: Format, rule: ScaleRule, second: Tensor, scale: Tensor, *part: int) -> None:
-    """Fills the rows `part` of the scales of a matrix."""
     height, width = format.block_shape(weight.shape)
     first, last = part
     for chunk in _row_chunks(weight, first * height, min(last * height, len(weight)), height):
@@ -248,7 +247,6 @@ def quantize_with_scale(
 
 
 def _decode_rows(matrix: BlockScaledTensor, out: Tensor, *part: int) -> None:
-    """Fills the rows `part` of `out` with the values of a matrix."""
     height, width = matrix.format.block_shape(matrix.shape)
     computed = torch.promote_types(out.dtype, torch.float32)
     for chunk in _row_chunks(out, *part):

@@ -324,7 +324,6 @@ class Bench:
         return self.answers[key]
 
     def _answers_lost(self, right: list[bool]) -> float:
-        """Returns the share of the original's right answers that is lost."""
         before, allowed = sum(self._right(None)), self.allowed
         if before == 0 or 1 / before > allowed:
             few = "none" if before == 0 else f"{before}, and one fewer is {1 / before:.3f} of them"

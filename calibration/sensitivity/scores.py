@@ -94,7 +94,6 @@ def run_units(
 
 
 def _from_all(own: dict[str, Result]) -> dict[str, Result]:
-    """Returns the results of all ranks together."""
     return {name: result for part in gathered(own) for name, result in part.items()}
 
 

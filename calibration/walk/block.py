@@ -51,16 +51,7 @@ from quant.formats.scaling import nonzero
 from quant.formats.tensor import BlockScaledTensor, moved
 from quant.kernels.linear.experts import QuantExperts, can_run_experts_one_by_one, experts_forward, tokens_by_expert
 from quant.kernels.linear.quant_linear import RunTimeParts
-from quant.recipes.blocks import (
-    Call,
-    Stop,
-    Substitute,
-    all_arguments,
-    forwarding,
-    has_hooks,
-    removing,
-    take_hooks,
-)
+from quant.recipes.blocks import Call, Stop, Substitute, all_arguments, forwarding, has_hooks, removing, take_hooks
 from quant.recipes.layers import expert_matrices, stacking_of
 from quant.recipes.plan import Guard, LayerPlan, groups_of
 
@@ -420,7 +411,6 @@ def _moment_width(member: LayerPlan) -> int | None:
 
 
 def _owner(expert: int) -> int:
-    """Returns the rank that solves an expert."""
     return expert % rank_and_world()[1]
 
 

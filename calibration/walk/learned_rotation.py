@@ -112,7 +112,6 @@ def merge_learned_rotation(
 
 
 def _readers(model: nn.Module, run: Callable[[nn.Module], Any], layers: Sequence[LayerPlan]) -> list[_Reader]:
-    """Returns the groups of `layers` that read the stream."""
     residual = find_residual(model, run)
     norm_of = {name: norm for norm, names in residual.readers.items() for name in names}
     gains = {norm: gain_of(model.get_submodule(norm), norm)[0] for norm in residual.readers}

@@ -318,7 +318,6 @@ def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path 
 
 
 def _write_object(saved: Any, directory: Path) -> None:
-    """Writes a tokenizer or a generation config."""
     try:
         saved.save_pretrained(directory)
     except ValueError:

@@ -566,7 +566,6 @@ def _parts(
 
 
 def _entries(stored: str, weight: BlockScaledTensor | Tensor) -> Iterator[Entry]:
-    """Yields the tensors of a weight that is called `stored` in the file."""
     if isinstance(weight, Tensor):
         yield _dense(stored, weight)
         return

@@ -355,7 +355,6 @@ def _only_reader(node: Any, op: str) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """Returns the number in a constant of one element."""
     if value is None or value.const_value is None or value.const_value.size != 1:
         return None
     return float(value.const_value.numpy().reshape(()))

@@ -535,7 +535,6 @@ def _rounded(p, v_buffer, kind: gl.constexpr):
 
 @gluon.jit
 def _left(words, zero, v_buffer, kind: gl.constexpr):
-    """Returns the left operand of P V."""
     # Where steps overlap, the registers of the words are written while the previous product reads its own; without an
     # operation in between, ptxas would merge the two and wait. `zero` is a zero that the compiler cannot know.
     operation: gl.constexpr = "xor.b32 $0, $1, " if kind.tiles.overlap else "mov.b32 $0, $1; //"
@@ -573,7 +572,6 @@ def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
 
 @gluon.jit
 def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
-    """Issues Q Kᵀ."""
     keys: gl.constexpr = kind.block_kv
     # `use_acc=False`: the zeros are never read.
     zeros = gl.zeros([64, keys], gl.float32, kind.scores)

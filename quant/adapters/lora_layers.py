@@ -365,7 +365,6 @@ class LoraQuantExperts(ExpertStack, LoraLayer):  # type: ignore[misc]
 
 
 def _add(y: Tensor, x: Tensor, expert: int, active: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns the outputs of an expert and of its adapters for `x`, in the dtype of `x`."""
     for down, up in active:
         y = y + functional.linear(functional.linear(x.to(down.dtype), down[expert]), up[expert])
     return y.to(x.dtype)

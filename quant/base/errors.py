@@ -12,6 +12,7 @@ import platform
 import re
 import shlex
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -173,29 +174,7 @@ def html_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 _DISTRIBUTION = "blockscale"
 
-PACKAGES = {
-    "transformers": ("hf", "Hugging Face and GGUF models"),
-    "accelerate": ("hf", "opening Hugging Face models"),
-    "compressed_tensors": ("hf", "trying whether transformers loads a checkpoint"),
-    "gguf": ("hf", "GGUF files"),
-    "datasets": ("data", "calibration text from data sets"),
-    "PIL": ("vision", "images"),
-    "scipy": ("allocate", "formats within a budget"),
-    "onnx": ("onnx", "ONNX files, and engines made of them"),
-    "onnxscript": ("onnx", "ONNX files, and engines made of them"),
-    "onnxruntime": ("onnx", "running ONNX files"),
-    "onnxruntime_genai": ("genai", "generating with exported decoders"),
-    "tensorrt_rtx": ("tensorrt-rtx", "TensorRT-RTX engines, also without a GPU"),
-    "tensorrt": ("tensorrt", "TensorRT engines for Hopper and B200, on a GPU"),
-    "torch_tensorrt": ("torch-tensorrt", "engines by torch-tensorrt"),
-    "peft": ("training", "LoRA"),
-    "lightning": ("lightning", "QAT under Lightning"),
-    "lm_eval": ("lm-eval", "tasks of lm-eval"),
-    "torchao": ("torchao", "training on FP8 products of torchao"),
-    "transformer_engine": ("te", "training on FP8 products of Transformer Engine"),
-    "diffusers": ("diffusion", "pipelines of diffusers"),
-    "modelopt": ("modelopt", "comparisons with ModelOpt"),
-}
+PACKAGES: dict[str, list[str]] = tomllib.loads(Path(__file__).with_name("packages.toml").read_text(encoding="utf-8"))
 """The optional packages by the name of their module, with the extra that installs each and its purpose."""
 
 

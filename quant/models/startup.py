@@ -67,7 +67,6 @@ def is_text_model(directory: Path) -> bool:
 
 
 def _field_names(fields: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the names of the fields of a config, and of the configs in it."""
     for name, value in fields.items():
         yield str(name)
         if isinstance(value, dict):

@@ -171,7 +171,6 @@ class LowPrecisionTraining:
         return nonfinite_line(self.model, trained_layers(self.model))
 
     def _names_of_recipes(self) -> str:
-        """Returns the name of the recipe, or one for each layer, with commas between."""
         names = [state.recipe.name for state in self._states().values()]
         return names[0] if len(set(names)) == 1 else ",".join(names)
 
