@@ -295,7 +295,8 @@ def measured_in_turns(engines: dict[str, Engine], asks: dict[str, str], args: ar
                 if not is_due(line, number, args.rounds):
                     continue
                 try:
-                    answers[name][label].append(each.ask(line))
+                    answers[name][label].append(result := each.ask(line))
+                    report(label, name, result)
                 except EngineError as error:
                     leave_out(engines, label, error)
         yield {name: {label: by_engine[label] for label in engines} for name, by_engine in answers.items()}
@@ -314,7 +315,7 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
                 for name, line in asks.items():
                     if is_due(line, number, args.rounds):
                         results[name].append(result := each.ask(line))
-                        print(f"{label}: {name} {result.get('ms', 0.0):.3f} ms", file=sys.stderr, flush=True)
+                        report(label, name, result)
         except EngineError as error:
             leave_out(engines, label, error)
             continue
@@ -322,6 +323,13 @@ def measured_alone(engines: dict[str, Engine], asks: dict[str, str], args: argpa
         for name, of_rounds in results.items():
             answers[name][label] = of_rounds
         yield answers
+
+
+def report(label: str, name: str, result: dict[str, Any]) -> None:
+    """Says at once what was measured, and when: a run that is ended early loses the tables of its last round."""
+    if times := result.get("passes", [result["ms"]] if "ms" in result else []):
+        each = ", ".join(f"{ms:.3f}" for ms in times)
+        print(f"{time.strftime('%H:%M:%S')} {label}: {name} {each} ms", file=sys.stderr, flush=True)
 
 
 def table(answers: Answers, label: str) -> str:
