@@ -89,13 +89,10 @@ def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callabl
                 if args[position] is not None and args[position].requires_grad:
                     return function.apply(keyset, *args)
         # Below autograd a dual tensor would lose its tangent, which then counts as zero.
-        if forward_ad._current_level >= 0:
-            for position in positions:
-                if args[position] is not None and forward_ad.unpack_dual(args[position]).tangent is not None:
-                    raise NotImplementedError(
-                        f"{op} has no forward-mode derivative (jvp, jacfwd); take torch.autograd.functional.jacobian "
-                        "or another of reverse mode"
-                    )
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(args[i]).tangent is not None for i in positions if args[i] is not None
+        ):
+            raise UserError(f"{op} has no forward-mode derivative; take torch.autograd.functional.jacobian")
         with torch._C._AutoDispatchBelowAutograd():
             return redispatch(keyset & torch._C._after_autograd_keyset, *args)
 
@@ -103,18 +100,12 @@ def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callabl
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a backward pass refuse to be recorded for another one, as PyTorch's `once_differentiable` does not.
-
-    That one cuts the graph there: `autograd.grad` of gradients sums up the terms of other paths without a word.
-    """
+    """Makes a backward pass refuse `create_graph=True`: after `once_differentiable`, Hessians lack its terms."""
 
     @wraps(backward)
     def checked(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UserError(
-                "create_graph=True asks for gradients of gradients, which quantized layers, layers in training and "
-                "quant.distill do not have; train without it, or take the second derivatives of the original model"
-            )
+            raise UserError("create_graph=True asks for gradients of gradients, which rounding lacks; train without it")
         return backward(ctx, *gradients)
 
     return checked

@@ -61,8 +61,7 @@ def install_weight(
     parent_name, _, last = layer.name.rpartition(".")
     parent = model.get_submodule(parent_name)
     parts = parts or RunTimeParts()
-    # Members of a fusion group were given one tensor; a checkpoint holds one for each of them, and so do buffers:
-    # PyTorch lists a tensor that layers share under the first one's name alone.
+    # Members of a fusion group were given one tensor, which `named_buffers` would list under the first name alone.
     input_scale, second, pre_scale, channels = (
         None if scale is None else scale.clone()
         for scale in (input_scale, weight.global_scale, parts.pre_scale, parts.channels)

@@ -542,15 +542,14 @@ def _predictions(
 def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Returns the token that each position predicts, and which of them count, bool: both `[rows, predictions]`.
 
-    For logits that are not over tokens, the first is None, and the second is of all positions, or None if all of them
-    count. Positions that labels leave out (-100) do not.
+    The first is None for logits that are not over tokens, the second where all positions count; labels of -100 do not.
     """
     config, labels = getattr(model, "config", None), call.get("labels")
     is_decoder = DECODER in call or bool(getattr(config, "is_encoder_decoder", False))
     ids = call.get(DECODER if is_decoder else "input_ids")
     mask = call.get("decoder_attention_mask" if is_decoder else "attention_mask")
     counted = mask.bool().to(logits.device) if isinstance(mask, Tensor) and mask.shape == logits.shape[:-1] else None
-    is_for_tokens = isinstance(labels, Tensor) and logits.dim() == 3 and labels.shape == logits.shape[:-1]
+    is_for_tokens = isinstance(labels, Tensor) and labels.shape == logits.shape[:2] != logits.shape
     labels = labels.to(logits.device) if is_for_tokens else None  # type: ignore[union-attr]
     # Only a head over the vocabulary is the model's output embeddings; heads of classifiers and of spans are not.
     is_text = logits.dim() == 3 and output_head(model) is not None
