@@ -432,20 +432,11 @@ FEW = 16
 
 @in_own_modes
 def calibration_rows(
-    source: Text | Iterable[Any] | None,
-    tokenizer: Any | None = None,
-    *,
-    samples: int | None,
-    seqlen: int,
-    seed: int = 0,
-    model: nn.Module | None = None,
-    progress: Callable[[int, int], None] | None = None,
-    shuffle: bool = False,
-    pack: bool = True,
-    config: str | None = None,
-    split: str | None = None,
+    source: Text | Iterable[Any] | None, tokenizer: Any | None = None, *, samples: int | None, seqlen: int,
+    seed: int = 0, model: nn.Module | None = None, progress: Callable[[int, int], None] | None = None,
+    shuffle: bool = False, pack: bool = True, config: str | None = None, split: str | None = None,
     column: str | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Returns calibration rows from any source.
 
     Args:

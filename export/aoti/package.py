@@ -155,16 +155,10 @@ def collecting_rarely() -> Iterator[None]:
 
 @collecting_rarely()
 def export_aoti(
-    model: nn.Module,
-    path: str | Path,
-    inputs: Mapping[str, Tensor],
-    *,
-    dims: Dims | None = None,
-    ranges: Mapping[str, tuple[int, int]] | None = None,
-    attention_scales: Mapping[str, AttentionScales] | None = None,
-    device: torch.device | str | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> Path:
+    model: nn.Module, path: str | Path, inputs: Mapping[str, Tensor], *, dims: Dims | None = None,
+    ranges: Mapping[str, tuple[int, int]] | None = None, attention_scales: Mapping[str, AttentionScales] | None = None,
+    device: torch.device | str | None = None, options: Mapping[str, Any] | None = None,
+) -> Path:  # fmt: skip
     """Compiles `model` into a `.pt2` package and returns its path.
 
     Args:

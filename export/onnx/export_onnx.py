@@ -50,19 +50,11 @@ EXPORT_KEY = "blockscale.export"
 
 
 def write_onnx(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    shapes: str | Sequence[str] | None = None,
-    inputs: Mapping[str, decoder_graph.GraphInput] | None = None,
-    attention: str = "native",
-    attention_scales: Mapping[str, AttentionScales] | None = None,
-    capacity: int = 0,
-    genai: bool = False,
-    kv_cache: Format | None = None,
-    plan: Plan | None = None,
-    runtime: str = "tensorrt",
-) -> Path:
+    model: nn.Module, path: str | Path, *, shapes: str | Sequence[str] | None = None,
+    inputs: Mapping[str, decoder_graph.GraphInput] | None = None, attention: str = "native",
+    attention_scales: Mapping[str, AttentionScales] | None = None, capacity: int = 0, genai: bool = False,
+    kv_cache: Format | None = None, plan: Plan | None = None, runtime: str = "tensorrt",
+) -> Path:  # fmt: skip
     """Writes `model` as an ONNX file that TensorRT builds into low-precision kernels, and returns the path.
 
     Args:

@@ -50,14 +50,9 @@ class AuditRow:
 
 
 def audit(
-    path: str | Path,
-    plan: Plan | None = None,
-    *,
-    attention: str | None = None,
-    attention_nodes: Sequence[str] = (),
-    exported: Collection[str] | None = None,
-    dtypes: Sequence[str] | None = None,
-) -> list[AuditRow]:
+    path: str | Path, plan: Plan | None = None, *, attention: str | None = None, attention_nodes: Sequence[str] = (),
+    exported: Collection[str] | None = None, dtypes: Sequence[str] | None = None,
+) -> list[AuditRow]:  # fmt: skip
     """Compares the precisions of an engine with a plan.
 
     One finding for each planned layer, then other GEMMs, attentions, inputs that no kernel reads, and parts of a KV

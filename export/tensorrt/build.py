@@ -198,16 +198,10 @@ class BuiltEngine:
 
 
 def export_engine(
-    model: nn.Module | str | Path,
-    out: str | Path,
-    options: BuildOptions,
-    *,
-    plan: Plan | None = None,
-    attention: str = "native",
-    allow_fallback: bool = False,
-    layers: Sequence[Mapping[str, Any]] = (),
+    model: nn.Module | str | Path, out: str | Path, options: BuildOptions, *, plan: Plan | None = None,
+    attention: str = "native", allow_fallback: bool = False, layers: Sequence[Mapping[str, Any]] = (),
     **onnx_options: Any,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Exports, builds and audits; writes `out` and its receipt `<out>.json`, and returns the receipt.
 
     `model` is a quantized module, or its ONNX file; `layers` are comparisons of earlier stages for the receipt, and

@@ -51,14 +51,9 @@ _NAMED = 4  # nodes of a kernel that stand in a finding
 
 
 def audit_with_checkpoint(
-    path: Path,
-    model: nn.Module,
-    plan: Plan | None,
-    *,
-    attention: str | None = None,
-    rebuild: bool | None = None,
+    path: Path, model: nn.Module, plan: Plan | None, *, attention: str | None = None, rebuild: bool | None = None,
     progress: Progress | None = None,
-) -> list[AuditRow]:
+) -> list[AuditRow]:  # fmt: skip
     """Audits an engine (`audit`), and compares it with its checkpoint; the last rows say how, and what was not done.
 
     `model` is the module of the checkpoint, which is cast to the engine's dtype, and `plan` its plan. With `rebuild`

@@ -47,15 +47,9 @@ class CompiledKernel:
 
 
 def compile_kernel(
-    kernel: Any,
-    signature: Mapping[str, str],
-    constants: Mapping[str, Any],
-    *,
-    arch: int,
-    num_warps: int,
-    num_stages: int,
-    multiples: Collection[str] = (),
-) -> CompiledKernel:
+    kernel: Any, signature: Mapping[str, str], constants: Mapping[str, Any], *, arch: int, num_warps: int,
+    num_stages: int, multiples: Collection[str] = (),
+) -> CompiledKernel:  # fmt: skip
     """Compiles a Triton kernel to PTX; the same request is compiled once in a process, and once on this disk.
 
     Args:
