@@ -197,6 +197,16 @@ def attending(model: nn.Module, attention: Attention, *, masked: bool) -> Iterat
         yield
 
 
+@contextmanager
+def learned_biases(model: nn.Module) -> Iterator[None]:
+    """Computes attention over learned position biases (T5) by plain products: torch.onnx fails on its fused one."""
+    with implementations_kept(model) as configs:
+        for config, _ in configs:
+            if hasattr(config, "relative_attention_num_buckets"):
+                config._attn_implementation_internal = "eager"
+        yield
+
+
 def _key_mask(
     q_length: int, kv_length: int, mask_function: Callable[..., Tensor], attention_mask: Tensor | None = None, **_: Any
 ) -> Tensor | None:

@@ -77,7 +77,7 @@ def write_onnx(
     scales = _checked_scales(model, inputs, attention, attention_scales, capacity, genai, kv_cache, plan, runtime)
     with quiet(), experts_as_ops(model):
         if inputs is not None:
-            with without_cache(model_configs(model)):
+            with without_cache(model_configs(model)), decoder_graph.learned_biases(model):
                 exported = trace(model, _arguments(model, inputs), inputs, dimension_ranges(inputs, shapes))
             program = translate(exported, inputs, None, "", model, runtime=runtime)
         elif genai:

@@ -207,6 +207,7 @@ def _audit(
     engine: Path, *, plan_file: Path | None, checkpoint: Path | None, model_factory: str | None, rebuild: bool | None,
     attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
+    from quant.export.checkpoint.files.tensor_file import sha256_of
     from quant.export.checkpoint.load import check_checkpoint, describe, load
     from quant.export.tensorrt.audit import audit, failures, fallback_message
     from quant.export.tensorrt.engine_file import receipt_path
@@ -219,15 +220,21 @@ def _audit(
     plan = Plan.load(plan_file) if plan_file else None
     receipt = receipt_path(engine)
 
-    def digest_of(document: Any) -> Any:
-        return typed(str | None, typed(dict[str, Any], document, "receipt").get("plan"), "plan")
+    def digests_of(document: Any) -> list[str | None]:
+        fields = typed(dict[str, Any], document, "receipt")
+        record = typed(dict[str, Any], fields.get("engine", {}), "engine")
+        return [typed(str | None, fields.get("plan"), "plan"), typed(str | None, record.get("sha256"), "sha256")]
 
     try:
-        digest = read_json(receipt, "a receipt of an engine", digest_of) if receipt.is_file() else None
+        kept = read_json(receipt, "a receipt of an engine", digests_of) if receipt.is_file() else [None, None]
     except ValueError as error:
         raise UserError(f"{error}; delete it to audit the engine without it") from None
+    if kept[1] not in (None, sha256_of(engine)):
+        raise UserError(
+            f"{engine} is not the file that {receipt.name} describes: their SHA-256 differ; export it again"
+        )
     # A receipt without a digest cannot contradict the plan.
-    if plan is not None and digest not in (None, plan.digest()):
+    if plan is not None and kept[0] not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
     # A plan next to safetensors files belongs to a checkpoint; without them it says nothing about codes.
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):

@@ -29,7 +29,7 @@ from quant.export.onnx.compare_with_torch import (  # noqa: E402
     evaluator,
     to_numpy,
 )
-from quant.export.onnx.decoder_graph import Attention, Graph, attending, model_inputs, operand_scales  # noqa: E402
+from quant.export.onnx.decoder_graph import Attention, Graph, GraphInput, attending, model_inputs, operand_scales  # noqa: E402
 from quant.export.onnx.export_onnx import write_onnx  # noqa: E402
 
 FP8 = FORMATS["fp8"]
@@ -238,6 +238,24 @@ def test_an_encoder_with_a_decoder(make: Any, dtype: str, tmp_path: Path) -> Non
     found = run(path, inputs)["logits"]
     limit = 1e-5 if dtype == "fp32" else 1e-2
     assert relative_error(found, expected) < limit < relative_error(expected, unpadded)
+
+
+def test_t5_by_names_of_its_inputs(tmp_path: Path) -> None:
+    """torch.onnx fails on attention with learned biases in PyTorch's one function."""
+    model = tiny_models.t5(vocab_size=96, gain=3)
+    plan, before = quantize(model, Plan(_weight_only(model))).plan, model.config._attn_implementation
+    graph_inputs = {
+        "input_ids": GraphInput(ids(2, 5), ("batch", "source")),
+        "decoder_input_ids": GraphInput(ids(2, 4), ("batch", "target")),
+    }
+    path = write_onnx(model, tmp_path / "m.onnx", plan=plan, inputs=graph_inputs)
+    assert model.config._attn_implementation == before
+    inputs = {"input_ids": ids(3, 9), "decoder_input_ids": ids(3, 6)}
+    with torch.no_grad():
+        expected = model(**inputs)
+    logits, encoded = run(path, inputs).values()
+    assert relative_error(logits, expected.logits) < 1e-5
+    assert relative_error(encoded, expected.encoder_last_hidden_state) < 1e-5
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Splinter"])

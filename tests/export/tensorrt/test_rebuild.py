@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import shutil
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -111,6 +112,20 @@ def test_a_changed_constant(engine: Path, checkpoint: Path, tmp_path: Path) -> N
     data[table + 8] ^= 1
     (tmp_path / "tiny.engine").write_bytes(data)
     assert failures(check(tmp_path / "tiny.engine", checkpoint))[0].endswith("found other constants")
+
+
+def test_an_engine_is_the_file_that_its_receipt_describes(engine: Path, checkpoint: Path, tmp_path: Path) -> None:
+    """Most bits of an engine with a KV cache belong to no kernel, whose parts are compared."""
+    data = bytearray(engine.read_bytes())
+    data[len(data) // 2] ^= 1
+    (tmp_path / "tiny.engine").write_bytes(data)
+    shutil.copy(engine.with_name("tiny.engine.json"), tmp_path)
+    failed = CliRunner().invoke(main, ["check", str(tmp_path / "tiny.engine"), "--plan", str(checkpoint)])
+    said = "tiny.engine is not the file of tiny.engine.json: their SHA-256 differ; export it again"
+    assert failed.exit_code == 2 and said in failed.stderr
+    (tmp_path / "tiny.engine").write_bytes(engine.read_bytes())
+    right = CliRunner().invoke(main, ["check", str(tmp_path / "tiny.engine"), "--quiet"])
+    assert right.exit_code == 0, right.output
 
 
 def test_a_foreign_engine(checkpoint: Path, graphs: Any, build: Callable[..., Any]) -> None:
