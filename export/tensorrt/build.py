@@ -596,6 +596,8 @@ def _tensor_bytes(tensor: Any, folder: Path) -> Any:
     where = {entry.key: entry.value for entry in tensor.external_data}
     path, offset = folder / where["location"], int(where.get("offset", 0))
     length = int(where.get("length", path.stat().st_size - offset))
+    if offset + length > path.stat().st_size:
+        raise ValueError(f"{path}: ends before {tensor.name}: it was cut off; copy or export it again")
     return np.memmap(path, np.uint8, "r", offset, (length,)) if length else b""
 
 

@@ -417,6 +417,10 @@ def test_numbers_are_those_that_a_runtime_reads(
     onnx.save(model, path)
     checked = check_engine(path, checkpoint)
     assert checked.passed is False and [row.found for row in checked.audit] == ["other numbers"]
+    with (tmp_path / "numbers").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(ValueError, match=r"numbers: ends before .*: it was cut off; copy or export it again"):
+        check_engine(path, checkpoint)
 
 
 @pytest.mark.filterwarnings("ignore")
