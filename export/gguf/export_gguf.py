@@ -57,6 +57,7 @@ from quant.formats.rounding import unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.quantized_module import QuantizedModule
 from quant.models.gguf import gguf_reader
+from quant.recipes.callers_model import refuse_adapters
 from quant.recipes.layers import stacking_of
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import embedding_format
@@ -432,6 +433,7 @@ def _add(writer: Any, fields: Mapping[str, Any]) -> None:
 def check_gguf(model: nn.Module, plan: Plan | None) -> Architecture:
     """Returns how llama.cpp computes a model; UserError where it has no such model, format, or work for run time."""
     architecture = architecture_of(getattr(model, "config", None))
+    refuse_adapters(model, "a GGUF file", "merge them first with quant.merge_lora")
     for layer in plan.quantized if plan is not None else ():
         if parts := layer.parts.to_dict():
             raise UserError(

@@ -304,6 +304,14 @@ def test_scales_that_llama_cpp_cannot_hold_name_its_own_format() -> None:
         to_blocks(solved)
 
 
+def test_adapters_on_quantized_layers_are_merged_first(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra training")
+    model = quant.quantize(tiny_models.llama(**SIZES), "int4a16_g32", solver="rtn").model
+    adapted = peft.get_peft_model(model, quant.lora(peft.LoraConfig(target_modules=["q_proj"]), model))
+    with pytest.raises(UserError, match=r"q_proj: has an adapter of PEFT, .* merge them first with quant\.merge_lora$"):
+        quant.export_model(adapted, "gguf", tmp_path / "m.gguf")
+
+
 @pytest.mark.filterwarnings("ignore:.*tokenizer")
 def test_a_model_in_fp64_is_written_in_fp32(tmp_path: Path) -> None:
     model = tiny_models.llama(dtype=torch.float64, **SIZES)
