@@ -242,11 +242,11 @@ def read_model(
     cls: Any, config: Any, dtype: torch.dtype, path: Path, tensors: QuantizedTensors | None = None, **options: Any
 ) -> tuple[Any, list[str]]:
     """Builds a model with its weights; also returns the names of tensors that its class has no use for."""
-    outline(cls, config, dtype, path / options.get("gguf_file", ""))
+    outline(cls, config, dtype, file := path / options.get("gguf_file", ""))
     source, options = (path, options) if tensors is None else (None, {**options, "state_dict": tensors.deferred()})
     # Of other shapes transformers prints a table, and raises an error that only refers to it.
     options["ignore_mismatched_sizes"] = True
-    with explained(f"{path}: transformers cannot load it"):
+    with explained(f"{file}: transformers cannot load it"):
         try:
             model, info = cls.from_pretrained(
                 source, config=config, dtype=dtype, output_loading_info=True, **local_options(), **options
@@ -271,7 +271,7 @@ def read_model(
             if guessed
             else ("is a shard missing, or the config another's?")
         )
-        raise UserError(f"{path}: the checkpoint lacks {listed(missing, 3)}; {whose}")
+        raise UserError(f"{file}: the checkpoint lacks {listed(missing, 3)}; {whose}")
     return model, unexpected
 
 

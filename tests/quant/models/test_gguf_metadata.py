@@ -193,6 +193,12 @@ def test_a_tensor_that_transformers_leaves_out_is_refused(name: str, tmp_path: P
         read(tmp_path / "m.gguf")
 
 
+def test_a_file_with_too_few_tensors_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", llama(num_hidden_layers=1), lambda writer: writer.add_block_count(2))
+    with pytest.raises(UserError, match=r"m\.gguf: the checkpoint lacks model\.layers\.1\.\S+, .* and 6 more"):
+        read(tmp_path / "m.gguf")
+
+
 def test_a_head_for_multi_token_prediction_in_a_gguf_is_told(tmp_path: Path) -> None:
     heads = {"blk.1.nextn.eh_proj.weight": np.ones((64, 128)), "blk.2.attn_q.weight": np.ones((64, 64))}
     write_gguf(tmp_path / "m.gguf", llama(), divisors={**heads, "rope_freqs.weight": np.ones(8)})
