@@ -265,7 +265,8 @@ def evaluate(
         rows = Inputs([((row[None],), {}) for row in rows])
     for each in models:
         check_evaluable(each, rows)
-    if isinstance(rows, Tensor) and _is_masked(model):
+    # BERT's predictions are of tokens where they are, not of the next ones.
+    if isinstance(rows, Tensor) and type(model).__name__.endswith("MaskedLM"):
         rows = Inputs([((), {"input_ids": row[None]}) for row in rows])
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
@@ -553,10 +554,11 @@ def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple
     labels = labels.to(logits.device) if is_for_tokens else None  # type: ignore[union-attr]
     # Only a head over the vocabulary is the model's output embeddings; heads of classifiers and of spans are not.
     is_text = logits.dim() == 3 and output_head(model) is not None
-    if (is_decoder or _is_masked(model) or not is_text) and labels is not None:
+    is_masked = type(model).__name__.endswith("MaskedLM")
+    if (is_decoder or is_masked or not is_text) and labels is not None:
         # These labels belong to the position where they are; an encoder-decoder shifts its decoder's ids instead.
         return labels if is_text else None, (labels != -100) & (True if counted is None else counted)
-    if not is_text or _is_masked(model) or ids is None or logits.shape[1] != ids.shape[1]:
+    if not is_text or is_masked or ids is None or logits.shape[1] != ids.shape[1]:
         return None, counted
     targets = ids[:, 1:].to(logits.device)
     # Padding on the left is not context, so its prediction of the first token measures nothing about the model.
@@ -567,11 +569,6 @@ def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple
         if isinstance(token := getattr(config, name, None), int):
             counted &= targets != token
     return targets, counted
-
-
-def _is_masked(model: nn.Module) -> bool:
-    """Returns whether a model predicts tokens where they are: it reads them all, and none of them is the next one."""
-    return type(model).__name__.endswith("MaskedLM")
 
 
 def embedded(values: Tensor, base: Tensor, name: str, unpadded: Tensor | None = None) -> Tensor:

@@ -211,9 +211,8 @@ def distill(
         value = options.get(name, ())
         options[name] = (value,) if isinstance(value, str | Path) else tuple(value)
     chosen = DistillOptions(**options)
-    return _distill_checkpoint(
-        Path(student).expanduser(), str(teacher), Path(out).expanduser(), chosen, overwrite, device, listener, command
-    )
+    student, out = (Path(path).expanduser() for path in (student, out))
+    return _distill_checkpoint(student, str(teacher), out, chosen, overwrite, device, listener, command)
 
 
 @in_own_modes
