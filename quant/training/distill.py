@@ -153,7 +153,7 @@ def distill(
         batch: for a model: token ids, int64 `[rows, seqlen]`, or a model's inputs by name. Positions that
             `attention_mask` leaves out do not count, and where there are `labels`, only positions whose next label is
             not −100 do.
-        temperature: divides the logits of both; 1 by default.
+        temperature: divides the logits of both, and its square multiplies the KL; 1 by default.
         hidden: weight of the hidden states' distance, for transformers models of one width; 0 by default.
 
     The other arguments are for a checkpoint:
