@@ -258,6 +258,7 @@ def time_blocks(family: str, grid: Sequence[int], name: str, outputs: str, profi
     finally:
         torch.set_default_dtype(torch.float32)
     draw(model.eval().requires_grad_(False))
+    model.set_attention_backend("native")  # diffusers sets it for the whole process, so also what a row before chose
     methods()[name](model)
     seconds["model"] = time.time() - started
     backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

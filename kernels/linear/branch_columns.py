@@ -13,8 +13,8 @@ their scales, so that `g` and `u` must not exceed the largest number: `up` is mu
 direction, which `h` is divided by, and where h then is above the amax of x, the scale of its row is multiplied by the
 power of two that lets it fit. Powers of two leave the digits of x8 as they are.
 
-The left side is made by a kernel of its own (`kernels/rounding/portable_branch.py`), where torch.compile else rounds in
-the kernel that makes x. So only layers that write at least as much as they read are taken.
+The left side is made by a kernel of its own (`kernels/rounding/portable_branch.py`), which reads x and writes it wider.
+So only layers that write at least as much as they read are taken.
 """
 
 from dataclasses import replace

@@ -7,7 +7,6 @@ from torch import nn
 import quant
 from quant.formats.format import FORMATS
 from quant.formats.tensor import fake_quantize, quantize
-from quant.kernels.linear import quant_linear
 from quant.kernels.linear.quant_linear import quantized_linear
 from quant.kernels.linear.rounded_products import round_to_e4m3, takes_fp8
 
@@ -31,25 +30,14 @@ def test_what_the_library_takes() -> None:
     assert not takes_fp8(row, None, (32, 64), torch.bfloat16)
 
 
-def test_a_compiler_sees_the_rounding_of_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the library multiplies FP8, and nothing needs a gradient; elsewhere it sees the op."""
+def test_a_compiler_sees_one_op_a_layer() -> None:
+    """Left to inductor, the rounding of wide rows takes longer."""
     model = nn.Sequential(nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 64)).bfloat16()
     quant.quantize(model, "fp8_channel", solver="rtn")
     x, graphs = torch.randn(3, 5, 64, dtype=torch.bfloat16), []
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        torch._dynamo.reset()
-        compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph.code) or graph)
-        return compiled(x)  # type: ignore[no-any-return]
-
-    exact = model(x)
-    assert torch.equal(run(x), exact) and graphs[-1].count("ops.quant.linear") == 2
-    monkeypatch.setattr(quant_linear, "has_fp8_tensor_cores", lambda x: True)
+    compiled = torch.compile(model, fullgraph=True, backend=lambda graph, _: graphs.append(graph.code) or graph)
     with torch.no_grad():
-        y = run(x)
-    assert graphs[-1].count("torch._scaled_mm(") == 2 and "ops.quant" not in graphs[-1]
-    assert float((y - exact).float().norm() / exact.float().norm()) < 2**-6
-    assert torch.equal(run(x.clone().requires_grad_()), exact) and graphs[-1].count("ops.quant.linear") == 2
+        assert torch.equal(compiled(x), model(x)) and graphs[-1].count("ops.quant.linear") == 2
 
 
 @pytest.mark.gpu
