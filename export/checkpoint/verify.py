@@ -12,7 +12,7 @@
 
 A checkpoint is compared with the model that it was made from: tensors that no plan touches must be in it unchanged.
 
-    tensors   every tensor of the source is quantized, or is there with its dtype and bytes
+    tensors   every tensor of the source is quantized, with its signs, or is there with its dtype and bytes
     config    every key of the source's config.json is there with its value
     files     every file besides the weights is there with its bytes: tokenizers, templates, licences, code
 
@@ -378,7 +378,7 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
             "alone"
         )
     pair = _Pair(Path(directory), home, model)
-    return [*_tensor_differences(pair), *_config_differences(pair), *_file_differences(pair)]
+    return [*_tensor_differences(pair), *_code_differences(pair), *_config_differences(pair), *_file_differences(pair)]
 
 
 @dataclass(eq=False)
@@ -442,6 +442,23 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
     unused = set(unused_tensors(pair.model, pair.original, pair.written, pair.names))
     for name in missing:
         yield Difference("tensors", name, "is missing", None if name in unused else _why_missing(pair, name))
+
+
+def _code_differences(pair: _Pair) -> Iterator[Difference]:
+    """Yields the layers whose codes are of another weight, by the signs in their first rows: no scale changes these."""
+    tensors = open_checkpoint.Checkpoint(pair.directory, pair.model).tensors
+    for layer in () if pair.plan is None else pair.plan.quantized:
+        name, solver = pair.names.stored(f"{layer.name}.weight"), parse_solver(layer.solver)
+        if name not in pair.original or solver.rotation or solver.merges_rotations or solver.rank:
+            continue
+        # GPT-2's matrices are [in, out].
+        weights = [w[:128].float() for w in (pair.original[name], pair.original[name].mT) if w.shape == layer.matrix]
+        if weights:
+            rows, columns = weights[0].shape
+            signs = read_layer(tensors, layer)[0].rows(0, rows).dequantize()[:, :columns].sign()
+            # Codes of zero, of values that the format lost, say nothing.
+            if all((w * signs).sum() < 0.5 * (w * signs).abs().sum() for w in weights):
+                yield Difference("tensors", name, "has the codes of another weight: few signs are those of the source")
 
 
 def _cut_experts(pair: _Pair, name: str) -> dict[str, Tensor]:

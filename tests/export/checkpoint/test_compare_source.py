@@ -51,11 +51,21 @@ def edit_config(directory: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
 
 
 NORM = "model.layers.0.input_layernorm.weight"
+GATE, UP = ("model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight")
+
+
+def give_gates_codes(tensors: dict[str, torch.Tensor]) -> None:
+    """The codes and scales of one layer in the place of its neighbour's, which has the same shape."""
+    tensors |= {name.replace(GATE, UP): tensors[name].clone() for name in list(tensors) if name.startswith(GATE)}
+
+
 FAULTS: dict[str, Callable[[Path], Any]] = {
     f"{NORM} is float32, and bfloat16 in the source":
         lambda out: edit_tensors(out, lambda t: t.update({NORM: t[NORM].float()})),
     f"{NORM} has other values than in the source": lambda out: edit_tensors(out, lambda t: t[NORM].add_(1)),
     f"{NORM} is missing": lambda out: edit_tensors(out, lambda t: t.pop(NORM)),
+    f"{UP} has the codes of another weight: few signs are those of the source":
+        lambda out: edit_tensors(out, give_gates_codes),
     "rms_norm_eps is 0.5 in config.json, and 1e-06 in the source":
         lambda out: edit_config(out, lambda c: c.update(rms_norm_eps=0.5)),
     "head_dim is missing from config.json": lambda out: edit_config(out, lambda c: c.pop("head_dim")),
