@@ -8,7 +8,7 @@ wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `c
 import math
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -374,7 +374,8 @@ class Request:
                 "--format nvfp4 --dry-run` shows them, and with --out, --bits 6 or --max-error 0.05 chooses their "
                 "formats"
             )
-        if given := self._given("eval_texts", "kv_cache", "lm_head", "plan_file", "model_factory"):
+        text = ("eval_texts", "eval_samples", "seqlen", "kv_cache", "lm_head")
+        if given := self._given(*text, "plan_file", "model_factory", "restart"):
             raise UserError(f"{given[0]}: means nothing to a pipeline of diffusers; leave it out")
         if self.is_gguf:
             raise UserError(f"--out {self.out}: a pipeline is written to a directory; name one")
@@ -441,7 +442,8 @@ class Request:
 
     def _given(self, *names: str) -> list[str]:
         """Returns those of some options that are given, as the user wrote them."""
-        return [spelled(name) for name in names if getattr(self, name) not in (None, (), [])]
+        defaults = {each.name: each.default for each in fields(self)}
+        return [spelled(name) for name in names if getattr(self, name) not in (None, (), [], defaults[name])]
 
     @property
     def is_gguf(self) -> bool:

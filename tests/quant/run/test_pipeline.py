@@ -347,6 +347,8 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
             "write NAME=VALUE, of an argument that StableDiffusion3Pipeline takes: ",
         ),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
+        (source, (*calib, "--restart"), "--restart: means nothing to a pipeline"),
+        (source, (*calib, "--seqlen", "64"), "--seqlen: means nothing to a pipeline"),
         (source, (*calib, "--bits", "3"), "the smallest feasible value"),
         (
             source,
