@@ -41,7 +41,7 @@ from quant.export.checkpoint.open_checkpoint import KV_SCALES, Checkpoint, fill,
 from quant.formats.format import FP8_HEAD, INT4
 from quant.models import huggingface
 from quant.models.files import one_line
-from quant.recipes.blocks import stored_dtype
+from quant.recipes.blocks import replaced, stored_dtype
 from quant.recipes.gpus import read_table
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
@@ -552,7 +552,15 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: A
         others = {_BLOCK.sub(other, name, count=1) for name, match in matches for other in twins.get(match[0], ())}
         return tried | others
 
-    with huggingface.quiet(), _silence():
+    whole = require("transformers", "hf").PreTrainedModel
+    initialize = whole.initialize_weights
+
+    def initialized(model: Any) -> None:
+        # Of twins nothing is loaded. transformers draws random numbers for them, which codes in INT8 do not take.
+        with contextlib.suppress(RuntimeError):
+            initialize(model)
+
+    with huggingface.quiet(), _silence(), replaced([(whole, "initialize_weights", initialized)]):
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(

@@ -32,6 +32,7 @@ HALF, WIDE = torch.bfloat16, torch.float32
 QUICK = [
     ("GPT2LMHeadModel", "nvfp4a16", HALF), ("T5ForConditionalGeneration", "nvfp4a16", HALF),
     ("BartForConditionalGeneration", "fp8_channel", WIDE), ("LlamaForCausalLM", "nvfp4a16", WIDE),
+    ("Qwen3ForCausalLM", "int8", WIDE),
 ]  # fmt: skip
 _SLOW = {
     ("nvfp4a16", HALF): """
@@ -122,9 +123,10 @@ def checked(name: str, format: str, dtype: torch.dtype, folder: Path) -> str:
         return check_card(name, format, dtype, folder)
 
 
-@pytest.mark.parametrize(
-    ("case", "says"), [*zip(QUICK, ("Conv1D", "runs", "generate() calls the encoder before", "runs"), strict=True)]
-)
+SAYS = ("Conv1D", "runs", "generate() calls the encoder before", "runs", "runs")
+
+
+@pytest.mark.parametrize(("case", "says"), [*zip(QUICK, SAYS, strict=True)])
 def test_a_card_of_each_kind(case: tuple[str, str, torch.dtype], says: str, tmp_path: Path) -> None:
     assert says in checked(*case, tmp_path)
 
