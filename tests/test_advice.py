@@ -165,7 +165,7 @@ INPUTS = "--input input_ids:int64:batch,sequence"
 COMMANDS = [
     # quantize: what and where to
     Row("quantize {model} --format fp8_channel --out {case}/taken", "pass --overwrite", add="--overwrite"),
-    Row("quantize {model} --format fp8_channel", "--out DIR", add="--out {out}"),
+    Row("quantize {model} --format fp8_channel", "a .gguf file with --out", add="--out {out}"),
     Row("quantize {model} --format fp8_channel", "or pass --dry-run", add="--dry-run"),
     Row(
         "quantize {model} --format fp8_channel --out {model}/q",
@@ -557,7 +557,7 @@ COMMANDS = [
         instead="quantize {model} --format nvfp4 --out {out} --effort 0 --calib {ids} " + SMALL,
     ),
     Row(
-        "check {case}/model.gguf --source {model}",
+        "check {case}/model.gguf",
         "`quant evaluate ",
         instead="evaluate {case}/model.gguf --text {ids} --samples 2 --seqlen 16 --baseline {model}",
     ),
@@ -1761,7 +1761,7 @@ def test_every_option_that_a_message_names_is_an_option() -> None:
         name for command in _commands(main) for each in command.params for name in (*each.opts, *each.secondary_opts)
     }
     others = {
-        "--kv-cache-dtype", "--local-dir", "--no-deps", "--nproc-per-node", "--repo-type", "--check",
+        "--kv-cache-dtype", "--local-dir", "--no-deps", "--nproc-per-node", "--repo-type", "--check", "--merge",
         *old_names.OPTIONS, *old_names.OF_PLANS, *old_names.RENAMED, "--help", "--help-all",
     }  # fmt: skip
     strange = []

@@ -121,7 +121,7 @@ def test_an_engine_is_the_file_that_its_receipt_describes(engine: Path, checkpoi
     (tmp_path / "tiny.engine").write_bytes(data)
     shutil.copy(engine.with_name("tiny.engine.json"), tmp_path)
     failed = CliRunner().invoke(main, ["check", str(tmp_path / "tiny.engine"), "--plan", str(checkpoint)])
-    said = "tiny.engine is not the file of tiny.engine.json: their SHA-256 differ; export it again"
+    said = "tiny.engine is not the file that tiny.engine.json describes: their SHA-256 differ; export it again"
     assert failed.exit_code == 2 and said in failed.stderr
     (tmp_path / "tiny.engine").write_bytes(engine.read_bytes())
     right = CliRunner().invoke(main, ["check", str(tmp_path / "tiny.engine"), "--quiet"])
