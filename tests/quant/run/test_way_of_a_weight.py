@@ -114,7 +114,7 @@ def test_an_export_passes_the_functions_of_the_page(tmp_path: Path) -> None:
     traced, done = Tracer(), quant.quantize(tiny_models.llama(), "nvfp4a16", solver="rtn")
     traced.run(lambda: quant.export_model(done, "onnx", tmp_path / "graph", capacity=0))
     way = functions("A graph of it")
-    assert_in_order([stop for stop in way if "engine" not in stop[0]], traced)
+    assert_in_order([stop for stop in way if "tensorrt" not in stop[0]], traced)
 
 
 def test_a_token_passes_the_functions_of_the_page() -> None:
