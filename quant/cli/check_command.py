@@ -229,7 +229,7 @@ def _audit(
         kept = read_json(receipt, "a receipt of an engine", digests_of) if receipt.is_file() else [None, None]
     except ValueError as error:
         raise UserError(f"{error}; delete it to audit the engine without it") from None
-    if kept[1] not in (None, sha256_of(engine)):
+    if kept[1] is not None and kept[1] != sha256_of(engine):
         raise UserError(
             f"{engine} is not the file that {receipt.name} describes: their SHA-256 differ; export it again"
         )
