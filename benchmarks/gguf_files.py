@@ -86,6 +86,7 @@ def main(
     words, scales = stored_vocabulary(source.path), architecture_of(source.model.config).scales
     write_gguf(source.model, plain, words=words)
     np.savez(moments, **mean_squares(copy.deepcopy(source.model).to(device), calibration))
+    print(f"{len(calibration)} rows to calibrate on, and the moments of llama.cpp's importance matrix", flush=True)
     table: list[dict[str, Any]] = []
     place = torch.device(device) if device else None
 
@@ -96,7 +97,7 @@ def main(
 
     def measure(kind: str, maker: str, file: Path, seconds: float, ours: Any = None) -> None:
         exact, logits = reference.result(), logits_of(file)
-        losses = {name: divergence(exact[name], logits[name]) for name in texts}
+        losses = {name: divergence(exact[name], logits[name], device) for name in texts}
         tokens = "" if ours is None else other_tokens(ours, texts, logits)
         table.append(
             {"type": kind, "by": maker, "MB": file.stat().st_size / 1e6, "s": seconds, **losses, "tokens": tokens}
@@ -128,6 +129,7 @@ def main(
                 data = calibration if solver not in ("rtn", "mse") else None
                 quantized = quant.quantize(original, OURS[kind], solver=solver, data=data, device=device)
                 seconds = time.perf_counter() - started
+                print(f"{kind} by {solver} solved in {seconds:.1f} s", flush=True)
                 if kind != "NVFP4" or scales:
                     write_gguf(quantized.model, file, quantized.plan, words=words, device=place)
                 else:
@@ -263,11 +265,11 @@ def mean_squares(model: Any, rows: torch.Tensor) -> dict[str, np.ndarray[Any, An
     return {name: (x / len(rows)).cpu().numpy() for name, x in sums.items()}
 
 
-def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
+def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any], device: str | None) -> float:
     """The mean KL divergence of the softmax of `other` from that of `reference`."""
     losses = []
     for p, q in zip(reference, other, strict=True):
-        log_p, log_q = (torch.from_numpy(x).double().log_softmax(-1) for x in (p, q))
+        log_p, log_q = (torch.from_numpy(x).to(device).double().log_softmax(-1) for x in (p, q))
         losses.append(float((log_p.exp() * (log_p - log_q)).sum(-1).mean()))
     return float(np.mean(losses))
 
