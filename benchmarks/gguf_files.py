@@ -265,7 +265,7 @@ def mean_squares(model: Any, rows: torch.Tensor) -> dict[str, np.ndarray[Any, An
     return {name: (x / len(rows)).cpu().numpy() for name, x in sums.items()}
 
 
-def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any], device: str | None) -> float:
+def divergence(reference: np.ndarray[Any, Any], other: np.ndarray[Any, Any], device: str | None = None) -> float:
     """The mean KL divergence of the softmax of `other` from that of `reference`."""
     losses = []
     for p, q in zip(reference, other, strict=True):
