@@ -494,15 +494,11 @@ def export_tensorrt(job: ExportJob) -> dict[str, Any]:
         check_tensors(job.model, job.plan, target)
     with temporary_directory(job.out) as folder:
         receipt = _write_verified(job, folder / "model.onnx", notes)
+        build = BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features)
         record = export_engine(
-            folder / "model.onnx",
-            job.out,
-            BuildOptions(job.target, job.shapes or None, job.backend, job.progress, job.features),
-            plan=job.plan,
-            attention=job.attention,
-            allow_fallback=job.allow_fallback,
-            layers=receipt["layers"],
-        )
+            folder / "model.onnx", job.out, build, plan=job.plan, attention=job.attention,
+            allow_fallback=job.allow_fallback, layers=receipt["layers"],
+        )  # fmt: skip
         return {**record, "notes": _cost_notes(job)}
 
 
@@ -517,17 +513,11 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
         export_aoti_decoder(model, job.out, capacity, shapes=list(job.shapes), plan=plan)
     else:
         inputs = job.inputs or model_inputs(job.model)
+        dims = {n: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for n, x in inputs.items()}
         export_aoti(
-            job.model,
-            job.out,
-            {name: x.example for name, x in inputs.items()},
-            dims={
-                name: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)}
-                for name, x in inputs.items()
-            },
-            ranges=dimension_ranges(inputs, job.shapes),
-            attention_scales=job.attention_scales,
-        )
+            job.model, job.out, {name: x.example for name, x in inputs.items()}, dims=dims,
+            ranges=dimension_ranges(inputs, job.shapes), attention_scales=job.attention_scales,
+        )  # fmt: skip
     return _file_record(job, notes)
 
 

@@ -196,13 +196,9 @@ def find_device(path: Path, device: torch.device | str | None) -> torch.device:
 
 
 def compile_package(
-    program: torch.export.ExportedProgram,
-    bodies: Mapping[str, Callable[..., Tensor]],
-    path: Path,
-    device: torch.device,
-    options: Mapping[str, Any],
-    metadata: Mapping[str, str] | None = None,
-) -> Path:
+    program: torch.export.ExportedProgram, bodies: Mapping[str, Callable[..., Tensor]], path: Path,
+    device: torch.device, options: Mapping[str, Any], metadata: Mapping[str, str] | None = None,
+) -> Path:  # fmt: skip
     """Compiles a graph into the package `path`; arguments and errors are as for `export_aoti`.
 
     Inductor compiles the ops of `bodies` in place of the ops of these names, but for `quant::linear` on a CPU, which is
@@ -411,14 +407,9 @@ class InPlaceGraph(serving.ServingGraph):
 
 @collecting_rarely()
 def export_aoti_decoder(
-    model: nn.Module,
-    path: str | Path,
-    capacity: int,
-    *,
-    shapes: str | list[str] | None = None,
-    plan: str = "",
+    model: nn.Module, path: str | Path, capacity: int, *, shapes: str | list[str] | None = None, plan: str = "",
     options: Mapping[str, Any] | None = None,
-) -> Path:
+) -> Path:  # fmt: skip
     """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path."""
     path = Path(path)
     device = find_device(path, next(model.parameters()).device)

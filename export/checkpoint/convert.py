@@ -122,7 +122,7 @@ def convert(
             own = {n: t for n, t in tensors.items() if n not in carried and n.rpartition(".")[0] not in heads}
             trial = trial_load(temporary, opened.model, plan, own, names, allow_missing=True)
             messages = messages if trial is None else trial.heeded(temporary, messages)
-        write_checksums(temporary, hashes, PLAN_FILE)
+        write_checksums(temporary, hashes, PLAN_FILE, "config.json")
         # The card of another tool goes along as it is.
         if is_own_card(temporary / CARD):
             write_card(temporary, plan, opened.model, source=None, layout=to, measured=directory, trial=trial)

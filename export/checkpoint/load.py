@@ -15,7 +15,7 @@ from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
 from quant.export.checkpoint.files.names import StoredNames
 from quant.export.checkpoint.save import attach
 from quant.models.files import SourceKind, find_checkpoint, find_model, is_export
-from quant.models.huggingface import remote_code
+from quant.models.huggingface import ADAPTER_CONFIG, refuse_directory, remote_code
 from quant.models.open_model import Source, open_model
 from quant.models.quantized_tensors import AFTER_TRAINING, QuantMethod, is_in_training
 from quant.models.state_dict import call_factory
@@ -103,6 +103,9 @@ def check_checkpoint(directory: Path) -> None:
                 f"{directory}: not a checkpoint but a pipeline with some, which quant.load_pipeline loads; give one of "
                 f"its components: {', '.join(parts)}"
             )
+        if (directory / ADAPTER_CONFIG).is_file():
+            quantized = "`quantize merged --format nvfp4 --out DIR`"
+            raise UserError(f"{refuse_directory(directory)}, quantized, which {quantized} writes to DIR")
         model = directory if file.is_file() or directory.suffix == ".gguf" else "MODEL"
         raise UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "

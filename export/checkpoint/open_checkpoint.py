@@ -75,18 +75,11 @@ def plan_of_checkpoint(
             parts = Parts() if weight is None else Parts(hadamard=rotation_of(matrix))
             layers.append(
                 LayerPlan(
-                    layer.name,
-                    layer.kind,
-                    layer.shape,
-                    weight,
-                    activation,
-                    reason=f"as {directory.name} was written",
-                    group=layer.group if weight is not None else None,
+                    layer.name, layer.kind, layer.shape, weight, activation, parts=parts, transposed=layer.transposed,
+                    reason=f"as {directory.name} was written", group=layer.group if weight is not None else None,
                     tied_to=layer.tied_to if weight is None else None,
-                    parts=parts,
-                    transposed=layer.transposed,
                 )
-            )
+            )  # fmt: skip
     except ValueError as error:
         raise ValueError(f"{directory}: {error}") from None
     plan = Plan(tuple(layers), kv_cache=kv_cache, provenance={"checkpoint": str(directory)})

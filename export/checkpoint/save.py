@@ -301,7 +301,7 @@ def write_model(
 def _write_missing_checksums(directory: Path, hashes: dict[str, str]) -> None:
     """Writes the hashes of a checkpoint whose `finish` wrote no report with them, so that `verify` has them."""
     if not (directory / "report.json").is_file():
-        write_checksums(directory, hashes, PLAN_FILE)
+        write_checksums(directory, hashes, PLAN_FILE, "config.json")
 
 
 def _write_companions(model: Any, tokenizer: Any, directory: Path, source: Path | None) -> None:

@@ -1,6 +1,6 @@
 """`verify` finds the files, tensors and tables of a checkpoint that have changed or do not fit together.
 
-    files       SHA-256 of each weight file                    against report.json or SHA256SUMS
+    files       SHA-256 of weights, config, tokenizer, …       against report.json or SHA256SUMS, if listed there
     plan        the plan's digest, and the config's formats    against report.json, config.json, hf_quant_config.json
     tensors     presence, dtypes, shapes, scales, NaN          against the plan
     groups      tensor scales of layers that runtimes merge    against each other
@@ -44,7 +44,7 @@ from quant.export.checkpoint.files.tensors import TensorFiles, layer_tensor_name
 from quant.export.checkpoint.load import check_checkpoint, load, quantization_configs
 from quant.export.checkpoint.runtime_check import RuntimeCheck, check_runtime
 from quant.generate.quantized_attention import quantized_attention
-from quant.models.files import companion_files, find_checkpoint, find_model, read_fields
+from quant.models.files import companion_files, find_checkpoint, find_model, has_weights, read_fields
 from quant.models.huggingface import remote_code
 from quant.models.quantized_tensors import QuantizedTensors
 from quant.recipes.blocks import stored_dtype
@@ -227,7 +227,8 @@ def _files(subject: _Subject, failed: bool) -> Iterator[str]:
         if Path(name).name != name or not file.is_file():
             yield f"{file}: is missing, and {record} lists it"
         elif sha256_of(file) != expected:
-            yield f"{file}: is not what was written: its SHA-256 is not that in {record}"
+            own = "" if has_weights(name) else "; restore it, or put its new SHA-256 there if the change is yours"
+            yield f"{file}: is not what was written: its SHA-256 is not that in {record}{own}"
     for file in weight_files(subject.directory):
         if file.name not in hashes:
             yield f"{file}: is not in {record}"

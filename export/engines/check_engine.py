@@ -30,8 +30,6 @@ of them end in the same step, and a shorter one waits by feeding its first token
 reset. Steps of any width run in onnxruntime, so none starts further back.
 """
 
-import hashlib
-import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -50,12 +48,11 @@ from quant.export.aoti.package import AotiSession
 from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
-from quant.export.onnx.export_onnx import EXPORT_KEY, PLAN_KEY
+from quant.export.onnx.export_onnx import EXPORT_KEY, PLAN_KEY, own_metadata, read_record
 from quant.export.onnx.limits import narrowest_dtype, onnxruntime_problem, provider_device
 from quant.export.onnx.serving import CAPACITY_KEY
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow
-from quant.export.tensorrt.tensorrt_session import TensorrtSession, read_receipt, runs_here
-from quant.formats.format import FORMATS
+from quant.export.tensorrt.tensorrt_session import TensorrtSession, receipt_of, runs_here
 from quant.generate.generate import TextStream, cast_unquantized, end_tokens
 from quant.models.huggingface import load_tokenizer
 from quant.recipes.blocks import cache_argument, cache_of, position_argument
@@ -209,32 +206,28 @@ def onnx_findings(path: Path, directory: Path, device: Device) -> tuple[str | No
     from quant.export.tensorrt.build import load_graph
     from quant.export.tensorrt.rebuild import AS_EXPORTED, audit_onnx
 
-    metadata = {entry.key: entry.value for entry in load_graph(path).metadata_props}
+    metadata = own_metadata(load_graph(path))
     check_plan(metadata.get(PLAN_KEY, ""), directory)
     model: Any = load(directory)
     findings = audit_onnx(path, model, describe(directory)[0])  # puts the model in the file's dtype
     if (path.parent / CONFIG_FILE).is_file():
         others = other_genai_files(model, directory, path.parent)
         findings += [AuditRow(name, AS_EXPORTED, "another file", False) for name in others]
-    record = json.loads(metadata.get(EXPORT_KEY, "{}"))
-    cache, reason = record.get("kv_cache"), None
     if CAPACITY_KEY not in metadata:
-        reason = "it is no serving graph of a decoder"
-    elif "runtime" in record and (narrowest_dtype(model) != torch.bfloat16 or provider_device(device) is None):
-        reason = onnxruntime_problem(model, fp8_attention=bool(record["scales"]), kv_cache=cache and FORMATS[cache])
-    return reason, findings
+        return "it is no serving graph of a decoder", findings
+    if narrowest_dtype(model) == torch.bfloat16 and provider_device(device) is not None:
+        return None, findings
+    _, options = read_record(f"{path}: its metadata", metadata[EXPORT_KEY])
+    fp8_attention = bool(options["attention_scales"])
+    return onnxruntime_problem(model, fp8_attention=fp8_attention, kv_cache=options["kv_cache"]), findings
 
 
 def engine_facts(path: Path, directory: Path, rebuild: bool | None) -> tuple[list[tuple[str, str]], list[AuditRow]]:
     """Returns the facts that an engine's file shows without running it, and its audit."""
     from quant.export.tensorrt.rebuild import audit_with_checkpoint  # needs onnx, which packages of AOTInductor do not
 
-    receipt = read_receipt(path)
+    receipt = receipt_of(path)
     record, plan = receipt["engine"], describe(directory)[0]
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != record.get("sha256"):
-        raise UserError(f"{path} is not the file that its receipt describes: their SHA-256 differ")
     if receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
     findings = audit_with_checkpoint(path, load(directory), plan, rebuild=rebuild)

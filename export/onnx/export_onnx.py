@@ -16,6 +16,7 @@ import inspect
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,8 @@ import torch
 from torch import nn
 
 from quant.base.atomic import put_file, temporary_directory
-from quant.base.errors import known_names, option
-from quant.base.json_files import json_text
+from quant.base.errors import UserError, known_names, option
+from quant.base.json_files import JsonData, json_text, parse_json
 from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
@@ -39,6 +40,7 @@ from quant.export.onnx.translate import quiet, translate
 from quant.formats.format import FORMATS, GGUF_FORMATS, Format
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.files import one_line
 from quant.recipes.plan import Plan
 
 EXTERNAL_BYTES = 256 << 20
@@ -47,6 +49,22 @@ PLAN_KEY = "blockscale.plan"
 ATTENTION_KEY = "blockscale.attention"
 EXPORT_KEY = "blockscale.export"
 """Key in the file's metadata; its value is a JSON object of the options by which a model is exported likewise."""
+
+
+@dataclass(frozen=True)
+class ExportRecord(JsonData):
+    """The options by which a model is exported likewise."""
+
+    dtypes: list[str]  # of the parameters
+    inputs: dict[str, list[Any]]  # of a module: dtype, shape and dims of each example
+    shapes: list[str] | None
+    capacity: int
+    genai: bool
+    runtime: str
+    kv_cache: str | None
+    head: str | None  # the output head that the export itself rounded; the plan has it in 16 bit
+    scales: dict[str, list[Any]]  # of attention: measured on calibration text, and not in the checkpoint
+    versions: dict[str, str]
 
 
 def write_onnx(
@@ -95,24 +113,18 @@ def write_onnx(
             program = _forward_program(model, shapes, attention, scales, runtime)
     if plan is not None:
         program.metadata_props[PLAN_KEY] = plan.digest()
-    program.metadata_props[ATTENTION_KEY] = attention
+    program.metadata_props[ATTENTION_KEY] = "native" if plan is None or plan.attention is None else attention
     examples, planned = (inputs or {}).items(), {} if plan is None else plan.by_name
     quantized = [name for name, module in model.named_modules() if isinstance(module, QuantLinear)]
-    options = {
-        "dtypes": parameter_dtypes(model),
-        "inputs": {name: [_short(x.example.dtype), x.example.shape, x.dims] for name, x in examples},
-        "shapes": [shapes] if isinstance(shapes, str) else shapes and list(shapes),
-        "capacity": capacity,
-        "genai": genai,
-        "runtime": runtime,
-        "kv_cache": None if kv_cache is None else kv_cache.name,
-        # The export itself rounded it: the plan has it in 16 bit.
-        "head": next((name for name in quantized if name in planned and planned[name].weight is None), None),
-        # They were measured on calibration text, and are not in the checkpoint.
-        "scales": _recorded_scales(attention_scales) if scales or kv_cache is not None else {},
-        "versions": tracer_versions(),
-    }
-    program.metadata_props[EXPORT_KEY] = json_text(options)
+    record = ExportRecord(
+        dtypes=parameter_dtypes(model), capacity=capacity, genai=genai, runtime=runtime, versions=tracer_versions(),
+        inputs={name: [_short(x.example.dtype), list(x.example.shape), list(x.dims)] for name, x in examples},
+        shapes=[shapes] if isinstance(shapes, str) else list(shapes or ()) or None,
+        kv_cache=None if kv_cache is None else kv_cache.name,
+        head=next((name for name in quantized if name in planned and planned[name].weight is None), None),
+        scales=_recorded_scales(attention_scales) if scales or kv_cache is not None else {},
+    )  # fmt: skip
+    program.metadata_props[EXPORT_KEY] = json_text(record.to_dict())
     return _save(program, path)
 
 
@@ -172,19 +184,29 @@ def parameter_dtypes(model: nn.Module) -> list[str]:
     return sorted({_short(tensor.dtype) for tensor in model.parameters() if tensor.dtype.is_floating_point})
 
 
-def recorded_options(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of `write_onnx` that the JSON object under `EXPORT_KEY` records."""
-    inputs = {
-        name: decoder_graph.GraphInput(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(dims))
-        for name, (dtype, shape, dims) in record["inputs"].items()
-    }
-    scales = {}
-    for name, (numbers, formats) in record["scales"].items():
-        k, v, q, p = (None if x is None else torch.tensor(x, device="cpu") for x in numbers)
-        scales[name] = AttentionScales(k, v, q, p, {}, *(x and FORMATS[x] for x in formats))
-    kv_cache = record["kv_cache"] and FORMATS[record["kv_cache"]]
-    kept = {name: record[name] for name in ("shapes", "capacity", "genai", "runtime")}
-    return {**kept, "inputs": inputs or None, "attention_scales": scales, "kv_cache": kv_cache}
+def own_metadata(file: Any) -> dict[str, str]:
+    """Returns what the metadata of a loaded ONNX file hold of ours, by key."""
+    return {entry.key: entry.value for entry in file.metadata_props if entry.key.startswith(PLAN_KEY.split(".")[0])}
+
+
+def read_record(where: str, document: Any) -> tuple[ExportRecord, dict[str, Any]]:
+    """Returns the JSON under `EXPORT_KEY`, and its options of `write_onnx`; UserError, after `where`, for damage."""
+    try:
+        record = ExportRecord.from_dict(parse_json(document) if isinstance(document, str) else document)
+        inputs = {
+            name: decoder_graph.GraphInput(torch.zeros(shape, dtype=getattr(torch, dtype), device="cpu"), tuple(dims))
+            for name, (dtype, shape, dims) in record.inputs.items()
+        }
+        scales = {}
+        for name, (numbers, formats) in record.scales.items():
+            k, v, q, p = (None if x is None else torch.tensor(x, device="cpu") for x in numbers)
+            scales[name] = AttentionScales(k, v, q, p, {}, *(x and FORMATS[x] for x in formats))
+        kv_cache = record.kv_cache and FORMATS[record.kv_cache]
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        reason = one_line(error).removeprefix("ExportRecord: ")
+        raise UserError(f"{where} {EXPORT_KEY} is damaged ({reason}); export it again") from None
+    kept = {name: getattr(record, name) for name in ("shapes", "capacity", "genai", "runtime")}
+    return record, {**kept, "inputs": inputs or None, "attention_scales": scales, "kv_cache": kv_cache}
 
 
 def _recorded_scales(scales: Mapping[str, AttentionScales] | None) -> dict[str, Any]:

@@ -42,6 +42,7 @@ from quant.base.atomic import destination, put_file, temporary_directory
 from quant.base.errors import option, require, warn
 from quant.base.json_files import json_text, write_json
 from quant.base.processor import trim_heap
+from quant.export.checkpoint.files.tensor_file import sha256_of
 from quant.export.onnx import dynamic_shapes
 from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
 from quant.export.onnx.limits import layer_problem
@@ -226,8 +227,6 @@ def export_engine(
         problems = failures(findings)
         if problems and not allow_fallback:
             raise ValueError(fallback_message(problems))
-        with built.path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         engine = {key: value for key, value in vars(built).items() if key not in ("path", "warnings")}
         receipt = {
             "schema_version": RECEIPT_VERSION,
@@ -237,7 +236,7 @@ def export_engine(
             "fallbacks": problems,
             "warnings": built.warnings,
             "plan": plan.digest() if plan else None,
-            "engine": {"file": out.name, "bytes": built.path.stat().st_size, "sha256": digest, **engine},
+            "engine": {"file": out.name, "bytes": built.path.stat().st_size, "sha256": sha256_of(built.path), **engine},
         }
         # The engine first: a receipt never describes an engine that is not there.
         put_file(built.path, out)
@@ -265,13 +264,8 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     metadata = {entry.key: entry.value for entry in model.metadata_props}
     contents = {"export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None, **described}
     # The audit reads this from the engine itself, and the contents from its receipt where they are too long for a name.
-    record: dict[str, Any] = {
-        "plan": metadata.get(PLAN_KEY),
-        "attention": metadata.get(ATTENTION_KEY),
-        "target": target_names,
-        "features": list(options.features),
-        "contents": contents,
-    }
+    record: dict[str, Any] = {"plan": metadata.get(PLAN_KEY), "attention": metadata.get(ATTENTION_KEY)}
+    record |= {"target": target_names, "features": list(options.features), "contents": contents}
     if len(json_text(record)) > NAME_LIMIT:
         record["contents"] = digest_of(contents)
     with temporary_directory(out) as folder:
@@ -298,17 +292,11 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
         seconds = time.perf_counter() - started
         put_file(engine, out)
     return BuiltEngine(
-        path=out,
-        warnings=messages,
-        target=target_names,
-        backend=f"{library.module} {result['version']}",
-        reason=library.reason,
-        profiles=[dynamic_shapes.format_profile(profile) for profile in profiles],
-        contents=contents,
-        kv_cache=(contents["export"] or {}).get("kv_cache"),
-        seconds=round(seconds, 2),
+        path=out, warnings=messages, target=target_names, backend=f"{library.module} {result['version']}",
+        reason=library.reason, profiles=[dynamic_shapes.format_profile(profile) for profile in profiles],
+        contents=contents, kv_cache=(contents["export"] or {}).get("kv_cache"), seconds=round(seconds, 2),
         peak_rss_bytes=result["peak_rss_bytes"],
-    )
+    )  # fmt: skip
 
 
 def audit_built(built: BuiltEngine, plan: Plan | None, attention: str = "native") -> list[AuditRow]:

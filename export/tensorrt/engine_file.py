@@ -209,18 +209,12 @@ def read_engine(engine: str | Path) -> Engine:
         bindings = _bindings(head)
         words = Counter(_text(head, match) for match in _WORD.finditer(head))
         return Engine(
-            path=path,
-            kernels=kernels,
-            sizes=sizes,
-            offsets=offsets,
-            sources=sorted(_terminated(blob, match.start()) for match in _SOURCE.finditer(blob)),
-            table=_table_start(blob, sizes, offsets),
-            bindings=bindings,
+            path=path, kernels=kernels, sizes=sizes, offsets=offsets, table=_table_start(blob, sizes, offsets),
+            sources=sorted(_terminated(blob, match.start()) for match in _SOURCE.finditer(blob)), bindings=bindings,
             # The name of an input that no layer takes occurs in the record of its binding only.
             unread=[name for name, (is_input, _) in bindings.items() if is_input and words[name] < 2],
-            updated=_updated_inputs(bindings, texts[0]),
-            record=_record(head, path),
-        )
+            updated=_updated_inputs(bindings, texts[0]), record=_record(head, path),
+        )  # fmt: skip
 
 
 def _terminated(blob: mmap.mmap, position: int) -> bytes:
@@ -256,18 +250,11 @@ def _read_program(text: str, index: int, profile: int, is_body: bool) -> tuple[l
         fields = dict(_FIELD.findall(" " + match[3]))
         kernels.append(
             Kernel(
-                kind=match[1],
-                name=match[2].strip('"'),
-                nodes=tuple(_NODE.findall(layers[1])),
-                inputs=read,
-                outputs=tuple(o.name for o in written),
-                backbone=fields.get("backbone", ""),
-                is_body=is_body,
-                program=index,
-                profile=profile,
-                text=_GIVEN.sub("", match[0]),
+                kind=match[1], name=match[2].strip('"'), nodes=tuple(_NODE.findall(layers[1])), inputs=read,
+                outputs=tuple(o.name for o in written), backbone=fields.get("backbone", ""), is_body=is_body,
+                program=index, profile=profile, text=_GIVEN.sub("", match[0]),
             )
-        )
+        )  # fmt: skip
     return kernels, sizes
 
 
@@ -278,14 +265,11 @@ def _operand(fields: dict[str, str]) -> KernelOperand:
     # In a runtime fusion's body `offset` counts bytes of constants of its own.
     in_table = is_stored and fields.get("region") != "runtime-fusion-consts"
     return KernelOperand(
-        name=fields.get("base", fields["name"]).strip('"'),
-        type=_TYPES.get(fields["type"], fields["type"]),
-        dims=tuple(int(size) if size.isdigit() else None for size in sizes),
-        constant=is_stored,
-        index=int(fields["offset"]) if in_table else None,
-        stored=fields["type"],
+        name=fields.get("base", fields["name"]).strip('"'), type=_TYPES.get(fields["type"], fields["type"]),
+        dims=tuple(int(size) if size.isdigit() else None for size in sizes), constant=is_stored,
+        index=int(fields["offset"]) if in_table else None, stored=fields["type"],
         layout=_GIVEN.sub("", " ".join(fields.get(key, "") for key in layout)),
-    )
+    )  # fmt: skip
 
 
 def _table_start(blob: mmap.mmap, sizes: dict[int, int], offsets: dict[int, int]) -> int | None:

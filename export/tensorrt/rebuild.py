@@ -14,10 +14,10 @@ takes the version that built the engine, and as long as the build. Full TensorRT
 another.
 """
 
+import dataclasses
 import filecmp
 import hashlib
 import importlib.metadata
-import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -27,11 +27,15 @@ from typing import Any
 from torch import nn
 
 from quant.base.errors import UserError
+from quant.export.kinds import CHOICES
 from quant.export.onnx.export_onnx import (
     ATTENTION_KEY,
     EXPORT_KEY,
+    PLAN_KEY,
+    ExportRecord,
+    own_metadata,
     parameter_dtypes,
-    recorded_options,
+    read_record,
     round_head,
     tracer_versions,
     write_onnx,
@@ -68,20 +72,21 @@ def audit_with_checkpoint(
             f"{path}: its receipt {receipt_path(path).name}, which says how it was exported, is missing or another "
             "engine's; keep both files of `quant export` together"
         )
-    exported = contents.get("export")
-    if not isinstance(exported, dict) or "runtime" not in exported:
+    if not contents.get("export"):
         raise UserError(
             f"{path}: it does not say how it was exported, so it cannot be compared with a checkpoint; export it anew "
             "(`quant export --to tensorrt`)"
         )
     with tempfile.TemporaryDirectory() as folder:
-        graph = _exported_again(model, exported, record["attention"], plan, Path(folder))
-        expected = describe_graph(load_graph(graph), Path(folder))
-        nodes = expected["attention_nodes"]
-        dtypes = exported["dtypes"]
-        layers = expected["layers"]
+        found = {ATTENTION_KEY: record.get("attention"), EXPORT_KEY: contents["export"]}
+        exported, graph = _exported_again(f"{path}: its record", model, found, plan, Path(folder))
+        again = load_graph(graph)
+        metadata, expected = own_metadata(again), describe_graph(again, Path(folder))
+        nodes, layers = expected["attention_nodes"], expected["layers"]
+        dtypes = exported.dtypes
         findings = audit(path, plan, attention=attention, attention_nodes=nodes, exported=layers, dtypes=dtypes)
-        others = list(_other_modules(contents["graph"], expected["graph"], exported["versions"]))
+        others = list(_other_metadata({**metadata, **found}, metadata))
+        others += _other_modules(contents["graph"], expected["graph"], exported.versions)
         findings += others or [AuditRow(_GRAPH, AS_EXPORTED, AS_EXPORTED, True)]
         obstacle = "as was asked" if rebuild is False else _obstacle(record)
         if obstacle and rebuild:
@@ -90,7 +95,7 @@ def audit_with_checkpoint(
             return findings
         if obstacle:
             return [*findings, AuditRow(_ENGINE, UNPLANNED, f"not built again and not compared: {obstacle}", True)]
-        build = BuildOptions(record["target"], exported["shapes"], "tensorrt_rtx", progress, record["features"])
+        build = BuildOptions(record["target"], exported.shapes, "tensorrt_rtx", progress, record["features"])
         built = build_engine(graph, Path(folder) / "engine", build).path
         if filecmp.cmp(built, path, shallow=False):
             return [*findings, AuditRow(_ENGINE, AS_BUILT, f"{AS_BUILT}, byte for byte", True)]
@@ -104,34 +109,55 @@ def audit_onnx(path: Path, model: nn.Module, plan: Plan | None) -> list[AuditRow
     Another version of torch, transformers or onnxscript may export another graph; the finding then says so and passes.
     """
     file = load_graph(path)
-    metadata = {entry.key: entry.value for entry in file.metadata_props}
-    exported = json.loads(metadata.get(EXPORT_KEY, "{}"))
-    if "runtime" not in exported:
+    if not (metadata := own_metadata(file)):
         return [AuditRow(_GRAPH, UNPLANNED, "not compared: the file does not say how it was exported", True)]
     with tempfile.TemporaryDirectory() as folder:
-        graph = _exported_again(model, exported, metadata[ATTENTION_KEY], plan, Path(folder))
-        expected = describe_graph(load_graph(graph), Path(folder))["graph"]
+        exported, graph = _exported_again(f"{path}: its metadata", model, metadata, plan, Path(folder))
+        again = load_graph(graph)
+        others = list(_other_metadata(metadata, own_metadata(again)))
+        expected = describe_graph(again, Path(folder))["graph"]
     found = describe_graph(file, path.parent)["graph"]
-    needed = _other_versions(exported["versions"])
-    if needed and found != expected:
+    needed = _other_versions(exported.versions)
+    if needed and found != expected and not others:
         return [AuditRow(_GRAPH, UNPLANNED, f"not compared: to compare it, use {needed}, which exported it", True)]
-    return list(_other_modules(found, expected, exported["versions"])) or [
+    return [*others, *_other_modules(found, expected, exported.versions)] or [
         AuditRow(_GRAPH, AS_EXPORTED, AS_EXPORTED, True)
     ]
 
 
 def _exported_again(
-    model: nn.Module, exported: Mapping[str, Any], attention: str, plan: Plan | None, folder: Path
-) -> Path:
-    """Exports a checkpoint's model as the record says, in whose dtype it is put, and returns the ONNX file."""
-    if parameter_dtypes(model) != exported["dtypes"]:
-        narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported["dtypes"]]
+    where: str, model: nn.Module, metadata: Mapping[str, Any], plan: Plan | None, folder: Path
+) -> tuple[ExportRecord, Path]:
+    """Exports a checkpoint's model as a file's metadata say, in whose dtype it is put; returns record and ONNX file."""
+    if missing := {ATTENTION_KEY, EXPORT_KEY} - {*metadata}:
+        raise UserError(f"{where} lacks {' and '.join(sorted(missing))}; export it again")
+    if (attention := metadata[ATTENTION_KEY]) not in CHOICES["attention"]:
+        words = ", ".join(CHOICES["attention"])
+        raise UserError(f"{where} {ATTENTION_KEY} is {attention!r}, none of {words}; export it again")
+    exported, options = read_record(where, metadata[EXPORT_KEY])
+    if parameter_dtypes(model) != exported.dtypes:
+        narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported.dtypes]
         cast_unquantized(model, (*narrow, "float32")[0])
     head = output_head(model)
-    if exported["head"] in [name for name, module in model.named_modules() if module is head]:  # no other layer
-        round_head(model, exported["head"])
-    options = {**recorded_options(exported), "attention": attention, "plan": plan}
-    return write_onnx(model, folder / "model.onnx", **options)
+    if (own := exported.head) and any(name == own and module is head for name, module in model.named_modules()):
+        round_head(model, own)  # and no other layer
+    try:
+        return exported, write_onnx(model, folder / "model.onnx", **options, attention=attention, plan=plan)
+    except ValueError as error:
+        raise UserError(f"{where} {EXPORT_KEY} does not fit the checkpoint: {error}") from error
+
+
+def _other_metadata(found: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[AuditRow]:
+    """Yields a finding for each key of the metadata, but that of the plan, whose value the export does not write."""
+
+    def value(metadata: Mapping[str, Any], key: str) -> Any:
+        if key != EXPORT_KEY:
+            return metadata.get(key)
+        return dataclasses.replace(read_record("", metadata[key])[0], versions={})  # of any version
+
+    for key in sorted({*found, *expected} - {PLAN_KEY}):
+        if value(found, key) != value(expected, key):
+            yield AuditRow(key, AS_EXPORTED, "another value" if key in found else "not in the file's metadata", False)
 
 
 def _other_versions(versions: Mapping[str, str]) -> str:

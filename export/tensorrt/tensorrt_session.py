@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from quant.base.errors import UserError, install_command, option
-from quant.base.json_files import read_json
+from quant.base.json_files import read_json, typed
 from quant.calibration.session import free_memory
+from quant.export.checkpoint.files.tensor_file import sha256_of
 from quant.export.onnx.engine_session import check_memory, check_names, check_step
 from quant.export.onnx.serving import IDS, LAST, LENGTHS, LOGITS, new_name
 from quant.export.tensorrt.engine_file import receipt_path
@@ -137,11 +138,23 @@ def read_receipt(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: its receipt {receipt.name} is missing; keep both files of `quant export` together")
 
     def checked(document: Any) -> dict[str, Any]:
-        if not isinstance(document, dict) or not isinstance(document.get("engine"), dict):
-            raise ValueError("no record of an engine")
-        return document
+        fields = typed(dict[str, Any], document, "receipt")
+        record = typed(dict[str, Any], fields.get("engine"), "engine")
+        for name in ("plan", "sha256", "target", "backend"):
+            typed(str | None, {**fields, **record}.get(name), name)
+        typed(list[str], record.get("profiles", []), "profiles")
+        return fields
 
     return read_json(receipt, "a receipt of an engine", checked)
+
+
+def receipt_of(path: Path) -> dict[str, Any]:
+    """Reads the receipt of an engine, as `read_receipt`; UserError if it is another file's, by its SHA-256."""
+    receipt = read_receipt(path)
+    if receipt["engine"].get("sha256") != sha256_of(path):
+        name = receipt_path(path).name
+        raise UserError(f"{path} is not the file that {name} describes: their SHA-256 differ; export it again")
+    return receipt
 
 
 def runs_here(path: Path) -> str | None:

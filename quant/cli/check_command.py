@@ -17,7 +17,7 @@ import click
 
 from quant.base.atomic import temporary_directory
 from quant.base.errors import UserError, counted, printable
-from quant.base.json_files import read_json, typed
+from quant.base.json_files import typed
 from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST_CODE, Command, print_json
 from quant.cli.console import page, print_table, stages, status
 from quant.models.files import find_checkpoint, is_export
@@ -105,6 +105,12 @@ def check_command(directory: str, **options: Any) -> None:
         check_checkpoint(path)
     if exported and source is None and (path.is_dir() or path.suffix in (".onnx", ".pt2")):
         raise UserError(f"{directory}: name the checkpoint that it was exported from with --source")
+    if exported and source is not None and (find_checkpoint(source) / "config.json").is_file():
+        from quant.export.checkpoint.load import is_checkpoint
+
+        if not is_checkpoint(find_checkpoint(source)):
+            way_out = f"name the checkpoint that {directory} was exported from"
+            raise UserError(f"--source {source} is not quantized: {way_out}")
     kind = list(_OPTIONS)[3 if is_gguf else 0 if not exported else 1 if source is not None else 2]
     foreign = {name for names in _OPTIONS.values() for name in names} - set(_OPTIONS[kind])
     ctx = click.get_current_context()
@@ -207,34 +213,20 @@ def _audit(
     engine: Path, *, plan_file: Path | None, checkpoint: Path | None, model_factory: str | None, rebuild: bool | None,
     attention: str | None, allow_fallback: bool, quiet: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    from quant.export.checkpoint.files.tensor_file import sha256_of
     from quant.export.checkpoint.load import check_checkpoint, describe, load
     from quant.export.tensorrt.audit import audit, failures, fallback_message
     from quant.export.tensorrt.engine_file import receipt_path
     from quant.export.tensorrt.rebuild import audit_with_checkpoint
+    from quant.export.tensorrt.tensorrt_session import receipt_of
     from quant.models.state_dict import call_factory
 
     if plan_file is None and checkpoint is not None and (checkpoint / PLAN_FILE).is_file():
         plan_file = checkpoint
     plan_file = Plan.file(plan_file) if plan_file else None
     plan = Plan.load(plan_file) if plan_file else None
-    receipt = receipt_path(engine)
-
-    def digests_of(document: Any) -> list[str | None]:
-        fields = typed(dict[str, Any], document, "receipt")
-        record = typed(dict[str, Any], fields.get("engine", {}), "engine")
-        return [typed(str | None, fields.get("plan"), "plan"), typed(str | None, record.get("sha256"), "sha256")]
-
-    try:
-        kept = read_json(receipt, "a receipt of an engine", digests_of) if receipt.is_file() else [None, None]
-    except ValueError as error:
-        raise UserError(f"{error}; delete it to audit the engine without it") from None
-    if kept[1] is not None and kept[1] != sha256_of(engine):
-        raise UserError(
-            f"{engine} is not the file that {receipt.name} describes: their SHA-256 differ; export it again"
-        )
+    receipt = receipt_of(engine) if receipt_path(engine).is_file() else {}
     # A receipt without a digest cannot contradict the plan.
-    if plan is not None and kept[0] not in (None, plan.digest()):
+    if plan is not None and receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{engine} was built from another plan than {plan_file}: their digests differ")
     # A plan next to safetensors files belongs to a checkpoint; without them it says nothing about codes.
     if checkpoint is None and plan_file is not None and any(plan_file.parent.glob("*.safetensors")):

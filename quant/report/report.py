@@ -18,6 +18,8 @@ from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import mixed_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.evaluation.evaluation import Evaluation, Examples, Fingerprint
+from quant.export.checkpoint.files.tensor_file import sha256_of
+from quant.models.files import companion_files
 from quant.recipes.plan import PLAN_FILE, Plan
 
 SCHEMA_VERSION = 1
@@ -186,7 +188,10 @@ class Report(JsonData):
 
         `hashes` are the SHA-256 of each weight file, by name.
         """
-        self.files = dict(hashes)
+        # Besides weights, what a server reads; README.md is for people, who edit it.
+        names = ["config.json", *(str(file.relative_to(directory)) for file in companion_files(directory))]
+        others = [name for name in names if Path(name).parent == Path() and (directory / name).is_file()]
+        self.files = {**hashes, **{name: sha256_of(directory / name) for name in others if not name.endswith(".md")}}
         # Sizes on disk replace the plan's estimate, without the headers of the files: `plan show` counts none either.
         self.bytes_after = sum(_tensor_bytes(directory / name) for name in hashes)
         self.peak_rss_bytes = peak_rss()

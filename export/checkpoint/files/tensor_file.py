@@ -42,8 +42,8 @@ def sha256_of(path: Path) -> str:
 
 
 def write_checksums(directory: Path, hashes: Mapping[str, str], *unhashed: str) -> None:
-    """Writes `hashes`, SHA-256 by the name of each file, and hashes the files `unhashed` itself."""
-    sums = {**hashes, **{name: sha256_of(directory / name) for name in unhashed}}
+    """Writes `hashes`, SHA-256 by the name of each file, and hashes those of the files `unhashed` that are there."""
+    sums = {**hashes, **{name: sha256_of(directory / name) for name in unhashed if (directory / name).is_file()}}
     lines = [f"{digest}  {name}\n" for name, digest in sorted(sums.items())]
     (directory / CHECKSUMS).write_text("".join(lines), encoding="utf-8")
 
@@ -99,14 +99,9 @@ class FileLog(Protocol):
 
 
 def write_tensor_file(
-    path: Path,
-    tensors: Mapping[str, Tensor | DeferredTensor],
-    metadata: Mapping[str, str] | None = None,
-    *,
-    durable: bool = False,
-    masks: Collection[str] | None = None,
-    log: FileLog | None = None,
-) -> str:
+    path: Path, tensors: Mapping[str, Tensor | DeferredTensor], metadata: Mapping[str, str] | None = None, *,
+    durable: bool = False, masks: Collection[str] | None = None, log: FileLog | None = None,
+) -> str:  # fmt: skip
     """Writes `tensors` to `path` and returns its SHA-256; a file that is there is replaced, not overwritten.
 
     Of the tensors, `masks` may hold -infinity, and all others are refused unless they are finite (ValueError); None

@@ -315,17 +315,18 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path,
 
 
 @pytest.fixture(scope="module")
-def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def exports(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Stands for `_exported_again`: exports a checkpoint once, and not for each wrong file of it."""
-    again: dict[str, Path] = {}
+    again: dict[str, tuple[Any, Path]] = {}
     usual, keep = rebuild._exported_again, tmp_path_factory.mktemp("again")
 
-    def export_once(model: Any, record: Any, attention: str, plan: Any, folder: Path) -> Path:
-        key = json_text([record, plan.digest()])
+    def export_once(where: str, model: Any, metadata: Any, plan: Any, folder: Path) -> tuple[Any, Path]:
+        key = json_text([metadata, plan.digest()])
         if key not in again:
             (keep / str(len(again))).mkdir()
-            again[key] = usual(model, record, attention, plan, keep / str(len(again)))
-        return Path(shutil.copy(again[key], folder))
+            again[key] = usual(where, model, metadata, plan, keep / str(len(again)))
+        record, path = again[key]
+        return record, Path(shutil.copy(path, folder))
 
     return export_once
 

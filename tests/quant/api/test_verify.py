@@ -175,6 +175,36 @@ def test_modelopts_own_config_is_compared_too(saved: Path, tmp_path: Path) -> No
     assert "q_proj: nvfp4@nvfp4, and the config says nvfp4 (hf_quant_config.json)" in result.stdout
 
 
+def longer(file: Path) -> None:
+    file.write_bytes(file.read_bytes() + b"\n")
+
+
+def cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:50])
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [("tokenizer.json", cut), ("tokenizer_config.json", longer), ("config.json", longer),
+     ("tokenizer.json", Path.unlink), ("config.json", Path.unlink)],
+)  # fmt: skip
+def test_a_file_besides_the_weights(saved: Path, tmp_path: Path, name: str, change: Callable[[Path], object]) -> None:
+    """What a server reads has its SHA-256 in the report; a change that is meant is put there by its owner."""
+    out = shutil.copytree(saved, tmp_path / "out")
+    (out / "README.md").write_text("Mine.")
+    change(out / name)
+    if not (out / name).exists():
+        assert f"files: {out / name}: is missing, and report.json lists it" in verify(out).stdout.splitlines()
+        return
+    finding = (
+        f"files: {out / name}: is not what was written: its SHA-256 is not that in report.json; restore it, or put its "
+        "new SHA-256 there if the change is yours"
+    )
+    assert verify(out).stdout.splitlines() == [finding]
+    edit(out, "report.json", lambda report: report["files"].update({name: sha256_of(out / name)}))
+    assert verify(out).exit_code == 0
+
+
 @pytest.mark.parametrize("written", ["saved", "converted"])
 def test_a_checkpoint_without_a_report(saved: Path, tmp_path: Path, written: str) -> None:
     """`quant.save` and `quant.convert` write the hashes of their files where sha256sum reads them too."""
@@ -185,7 +215,8 @@ def test_a_checkpoint_without_a_report(saved: Path, tmp_path: Path, written: str
         quant.save(quant.load(saved), None, out)
     assert quant.verify(out).findings == () and "files" in quant.verify(out).checked
     sums = out / "SHA256SUMS"
-    assert len(sums.read_text().splitlines()) == 2
+    names = ["config.json", "model.safetensors", "plan.json"]
+    assert [line.split()[1] for line in sums.read_text().splitlines()] == names
     if shutil.which("sha256sum"):
         subprocess.run(["sha256sum", "--check", "--strict", "--quiet", sums.name], cwd=out, check=True)
     weights = bytearray((out / "model.safetensors").read_bytes())

@@ -152,6 +152,91 @@ def test_a_file_of_another_plan(files: tuple[Path, Path], tmp_path: Path) -> Non
         assert result.exit_code == 2 and "was exported from another plan than that of" in result.stderr, result.output
 
 
+def with_metadata(out: Path, folder: Path, changes: dict[str, str | None]) -> Path:
+    """The ONNX file with other values of some keys of its metadata; None removes one."""
+    model = onnx.load(out / "model.onnx")
+    metadata = {entry.key: entry.value for entry in model.metadata_props} | changes
+    del model.metadata_props[:]
+    onnx.helper.set_model_props(model, {key: value for key, value in metadata.items() if value is not None})
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "words"),
+    [
+        ("export", None, "lacks blockscale.export; export it again"),
+        ("attention", None, "lacks blockscale.attention; export it again"),
+        ("attention", "fp8", "blockscale.attention is 'fp8', none of native, plugin, none; export it again"),
+        ("export", '{"dtypes": [', "blockscale.export is damaged (Expecting value"),
+        ("export", "[1]", "blockscale.export is damaged (expected an object with fields, not [1])"),
+        ("head", ..., "blockscale.export is damaged (missing field(s) head); export it again"),
+        ("versions", [1], "blockscale.export is damaged (versions: expected an object, not [1])"),
+        ("kv_cache", "fp9", "blockscale.export is damaged (KeyError: 'fp9')"),
+        ("inputs", {"x": ["int64"]}, "blockscale.export is damaged (not enough values to unpack"),
+        ("capacity", -4, "blockscale.export does not fit the checkpoint: --capacity -4"),
+    ],
+)
+def test_metadata_that_were_damaged(
+    files: tuple[Path, Path], tmp_path: Path, key: str, change: Any, words: str
+) -> None:
+    if key in ("export", "attention"):
+        changes = {f"blockscale.{key}": change}
+    else:
+        metadata = onnx.load(files[1] / "model.onnx", load_external_data=False).metadata_props
+        record = json.loads(next(entry.value for entry in metadata if entry.key == "blockscale.export"))
+        record = {name: value for name, value in {**record, key: change}.items() if value is not ...}
+        changes = {"blockscale.export": json.dumps(record)}
+    path = with_metadata(files[1], tmp_path, changes)
+    result = run("check", path, "--source", files[0])
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert f"{path}: its metadata {words}" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("attention", "none"), ("capacity", "64"), ("capacity", None)],
+)
+def test_metadata_that_the_export_does_not_write(
+    files: tuple[Path, Path], tmp_path: Path, key: str, value: str | None
+) -> None:
+    """The graph of a model without FP8 attention is the same, whatever the file says about its attention."""
+    path = with_metadata(files[1], tmp_path, {f"blockscale.{key}": value})
+    result = run("check", path, "--source", files[0], "--json")
+    (row,) = [row for row in json.loads(result.stdout)["audit"] if not row["passed"]]
+    assert result.exit_code == 2 and row["name"] == f"blockscale.{key}"
+    assert row["found"] == ("another value" if value else "not in the file's metadata")
+
+
+def test_sources_that_are_not_quantized(files: tuple[Path, Path], tmp_path: Path) -> None:
+    base = files[0].with_name("base")
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    for target in (files[1], files[1] / "model.onnx", tmp_path / "m.gguf"):
+        result = run("check", target, "--source", base)
+        said = f"error: --source {base} is not quantized: name the checkpoint that {target} was exported from\n"
+        assert (result.exit_code, result.stderr) == (2, said)
+
+
+def test_an_adapter_is_no_checkpoint(files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way out works: the adapter is merged, quantized and exported."""
+    peft = pytest.importorskip("peft")
+    base = files[0].with_name("base")
+    model = quant.open_model(str(base)).model
+    config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, base_model_name_or_path=str(base))
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    refused = run("export", tmp_path / "adapter", "--to", "modelopt")
+    assert refused.exit_code == 2 and refused.stderr.startswith(f"error: {tmp_path}/adapter: an adapter of PEFT")
+    monkeypatch.chdir(tmp_path)
+    merge = refused.stderr.partition("into its base: ")[2].partition(", copy the")[0]
+    exec(merge, {"peft": peft, "quant": quant})
+    for file in base.glob("tokenizer*"):
+        shutil.copy(file, "merged")
+    _, program, *command = refused.stderr.split("`")[0:1] + refused.stderr.split("`")[1].split()
+    assert program == "quantize"
+    assert CliRunner().invoke(quantize_command, [*command, "--quiet"]).exit_code == 0
+    assert run("export", "DIR", "--to", "modelopt").exit_code == 0
+
+
 def test_an_engine_on_a_machine_without_its_gpu(files: tuple[Path, Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
     checkpoint, engine = files[0], tmp_path / "model.engine"
@@ -166,7 +251,10 @@ def test_an_engine_on_a_machine_without_its_gpu(files: tuple[Path, Path], tmp_pa
     assert refused.exit_code == 2 and "runs on a GPU of sm89, and this machine has no GPU" in refused.stderr
     engine.write_bytes(engine.read_bytes()[:-1] + b"x")
     damaged = run("check", engine, "--source", checkpoint)
-    assert damaged.exit_code == 2 and "is not the file that its receipt describes" in damaged.stderr
+    assert (
+        damaged.exit_code == 2
+        and "is not the file that model.engine.json describes: their SHA-256 differ; export it again" in damaged.stderr
+    )
 
 
 def test_the_tensorrt_session_calls_what_the_bindings_have() -> None:
