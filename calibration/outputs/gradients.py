@@ -268,7 +268,7 @@ class _Pass:
                 hidden = self.logits.hidden(batch)
                 return hidden, partial(self._head_gradient, hidden.detach())
         result = self.model(batch)
-        if hasattr(result, "logits"):
+        if hasattr(result, "logits") and result.logits.shape[-1] > 1:
             return result.logits, lambda generator: _label_gradient(result.logits.detach(), generator)
         output = logits_of(lambda _: result, batch)  # type: ignore[arg-type]
         if isinstance(output, list):  # Z-Image gives an image of its own size for each row
@@ -341,7 +341,8 @@ class _Pass:
         flat = together.reshape(-1, together.shape[-1]).float()
         if len(flat):
             with torch.no_grad():
-                clipped = _clipped(flat)
+                size = flat.norm(dim=1, keepdim=True)  # of which none may exceed `CLIP` times the median
+                clipped = flat * (CLIP * size.median() / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
                 self.sums[key].add(clipped, rows=rows)
                 if members[0].kind != LayerKind.EXPERTS:
                     self.drawn.setdefault(key, []).append(clipped.square().sum(1))
@@ -414,10 +415,3 @@ def _label_gradient(logits: Tensor, generator: torch.Generator) -> Tensor:
     labels = drawn(probabilities, generator)
     gradient: Tensor = probabilities.neg_().scatter_add_(1, labels, torch.ones_like(labels, dtype=torch.float32))
     return gradient.view(logits.shape).to(logits.dtype)
-
-
-def _clipped(gradients: Tensor) -> Tensor:
-    """Returns `[tokens, out]` with no token larger than `CLIP` times the median."""
-    size = gradients.norm(dim=1, keepdim=True)
-    scale: Tensor = (CLIP * size.median() / size.clamp(min=torch.finfo(size.dtype).tiny)).clamp(max=1)
-    return gradients * scale

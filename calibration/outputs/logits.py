@@ -98,6 +98,11 @@ def logits_of(model: nn.Module, rows: Tensor) -> Tensor:
     return result.logits if hasattr(result, "logits") else output_of(result)
 
 
+def class_logits(logits: Tensor) -> Tensor:
+    """Returns logits over two classes or more: a single one, as of a reward model, is the log-odds of the second."""
+    return torch.nn.functional.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
+
+
 # Checks, with a forward pass over two tokens, whether a model can be evaluated on rows of token ids.
 
 

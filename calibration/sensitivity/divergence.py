@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.linalg import vecdot
 
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
-from quant.calibration.outputs.logits import Logits, drawn, logits_of
+from quant.calibration.outputs.logits import Logits, class_logits, drawn, logits_of
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.blocks import is_denoiser, output_of
 from quant.recipes.layers import output_head
@@ -215,7 +215,7 @@ class Classes(NextToken):
         return rows.shape[0]
 
     def hidden(self, rows: Tensor) -> Tensor:
-        return logits_of(self.model, rows)
+        return class_logits(logits_of(self.model, rows))
 
     def _position_name(self, rows: Tensor, position: int, first_row: int) -> str:
         return f"row {first_row + position}"

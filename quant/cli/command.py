@@ -475,7 +475,10 @@ def _as_line(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
         near = near_file(os.fsdecode(error.filename)) if isinstance(error, FileNotFoundError) else ""
         message = f"{os.fsdecode(error.filename)}: {error.strerror}{near}"  # without Python's number of it
-    if getattr(error, "name", None) == "torch" or any(map(_imports_torch, traceback.walk_tb(error.__traceback__))):
+    # PyTorch's own import fails where its libraries are not found.
+    calls = list(traceback.walk_tb(error.__traceback__))
+    codes = [(frame.f_code.co_name, frame.f_globals.get("__name__")) for frame, _ in calls]
+    if getattr(error, "name", None) == "torch" or ("<module>", "torch") in codes:
         return f"PyTorch cannot be imported ({message}); install it again as pytorch.org says: pip install torch", 2
     # Python, numpy or torch found no memory, on a CPU or a GPU.
     if isinstance(error, MemoryError) or (
@@ -487,7 +490,7 @@ def _as_line(error: Exception) -> tuple[str, int]:
     if isinstance(error, ValueError | OSError):
         return message, 2
     if isinstance(error, Warning):
-        frame, line = list(traceback.walk_tb(error.__traceback__))[-1]
+        frame, line = calls[-1]
         where = f"{type(error).__name__} at {Path(frame.f_code.co_filename).name}:{line}"
         return f"-W or PYTHONWARNINGS makes an error of a warning: {message} ({where})", 2
     # A rank that died breaks the collective calls of all others.
@@ -495,11 +498,6 @@ def _as_line(error: Exception) -> tuple[str, int]:
     if os.environ.get("WORLD_SIZE", "1") != "1" and any(sign in message for sign in signs):
         return "another rank ended", _FOLLOWED
     return explained(error, message), _BUG
-
-
-def _imports_torch(call: tuple[FrameType, int]) -> bool:
-    """Returns whether a frame is that of PyTorch's own import, which fails where its libraries are not found."""
-    return call[0].f_code.co_name == "<module>" and call[0].f_globals.get("__name__") == "torch"
 
 
 def command_line(ctx: click.Context) -> str:

@@ -45,7 +45,7 @@ from quant.base.torch_modes import in_own_modes
 from quant.calibration.evaluating import mean_interval, prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
-from quant.calibration.outputs.logits import Logits, check_evaluable, predicts_tokens
+from quant.calibration.outputs.logits import Logits, check_evaluable, class_logits, predicts_tokens
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.session import (
@@ -129,14 +129,6 @@ def _kl_(logp_base: Tensor, logp: Tensor) -> Tensor:
     p = logp_base.exp()
     # A token that the baseline rules out (p = 0) adds zero, though its logarithms may differ by infinity.
     return logp_base.sub_(logp).masked_fill_(p == 0, 0).mul_(p).sum(dim=-1)
-
-
-def embedding_sums(models: Sequence[nn.Module], batch: Tensor, first_row: int) -> Tensor:
-    """Returns the sums of each row `[rows, 3]` over the last hidden states of a model and its baseline."""
-    model_hidden, base_hidden = (last_hidden(each(batch.to(device_of(each)))).double().cpu() for each in models)
-    sums = embedded(model_hidden, base_hidden, f"row {first_row}")
-    finite_sum(sums[:, DISTANCE], lambda index: f"row {first_row + index}", "an embedding")
-    return sums
 
 
 @contextmanager
@@ -265,8 +257,7 @@ def evaluate(
         rows = Inputs([((row[None],), {}) for row in rows])
     for each in models:
         check_evaluable(each, rows)
-    # BERT's predictions are of tokens where they are, not of the next ones.
-    if isinstance(rows, Tensor) and type(model).__name__.endswith("MaskedLM"):
+    if isinstance(rows, Tensor) and _predicts_in_place(model):
         rows = Inputs([((), {"input_ids": row[None]}) for row in rows])
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}; expected 1 or more rows that run together")
@@ -282,7 +273,7 @@ def evaluate(
         with torch.no_grad(), fast_matmul(), prepared(models, dtype, session):
             if predicts_tokens(model, rows[:1, :2]):
                 logits = [Logits(each, output_head(each)) for each in models]
-                batches = [rows[start : start + batch_size] for start in _starts(rows, batch_size)]
+                batches = [batch for _, batch in _batches(rows, batch_size)]
                 with ExitStack() as stack:
                     for of_model in (of_model for of_model in logits if of_model.model in visited and batches):
                         of_model.decide(batches[0].to(device_of(of_model.model)))
@@ -320,10 +311,13 @@ def _evaluate_embeddings(models: Sequence[nn.Module], rows: Tensor, size: int, r
             f"{type(models[0]).__name__} predicts no tokens: its embeddings can only be compared; name a "
             f"{option('baseline')}"
         )
-    batches = _batches(rows, size, report)
-    sums = torch.cat(_in_order((start, embedding_sums(models, batch, start)) for start, batch in batches))
+    parts = []
+    for start, batch in _batches(rows, size, report):
+        hidden, base = (last_hidden(each(batch.to(device_of(each)))) for each in models)
+        parts.append((start, embedded(hidden, base, f"row {start}")))
+        finite_sum(parts[-1][1][:, DISTANCE], lambda index: f"row {start + index}", "an embedding")  # noqa: B023
     # One output without a name.
-    return _of_embeddings({"": sums}, rows.numel(), "tokens")
+    return _of_embeddings({"": torch.cat(_in_order(parts))}, rows.numel(), "tokens")
 
 
 def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, report: Reporter) -> Evaluation:
@@ -394,16 +388,10 @@ def _of_embeddings(sums: Mapping[str, Tensor], count: int, unit: str) -> Evaluat
     )  # fmt: skip
 
 
-def _starts(rows: Tensor, size: int) -> list[int]:
-    """Returns the number of the first row of each of this rank's batches."""
-    starts = range(0, len(rows), size)
-    return [starts[number] for number in own_batches(len(starts))]
-
-
-def _batches(rows: Tensor, size: int, report: Reporter) -> Iterator[tuple[int, Tensor]]:
+def _batches(rows: Tensor, size: int, report: Reporter = lambda done, total: None) -> Iterator[tuple[int, Tensor]]:
     """Yields this rank's batches of rows and the number of their first row; each is reported when it is done."""
-    for start in _starts(rows, size):
-        batch = rows[start : start + size]
+    for number in own_batches(-(-len(rows) // size)):
+        start, batch = number * size, rows[number * size : (number + 1) * size]
         # The caller works on the batch before the generator goes on, so the report comes after the work.
         yield start, batch
         report(start + len(batch), len(rows))
@@ -460,26 +448,19 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
             raise ValueError(
                 f"{type(model).__name__} gives no logits: its outputs can only be compared; name a {option('baseline')}"
             )
-        base_embeddings = _embeddings(base)
+        of_base = _embeddings(base)
         return {
             name: _finite(
-                embedded(
-                    embeddings.double().cpu(),
-                    base_embeddings[name].double().cpu(),
-                    f"{call_name}, {name}",
-                    mask.bool() if isinstance(mask, Tensor) and mask.shape == embeddings.shape[:-1] else None,
-                ),
-                f"{call_name}: NaN or infinity in {name}",
+                embedded(x, of_base[name], f"{call_name}, {name}", mask), f"{call_name}: NaN or infinity in {name}"
             )
-            for name, embeddings in _embeddings(result).items()
+            for name, x in _embeddings(result).items()
         }
 
 
 def _logits(result: Any) -> Tensor | None:
     """Returns logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
-    logits = getattr(result, "logits", None)
-    if logits is None and isinstance(result, Tensor) and result.dim() == 2:
-        logits = result  # of a classifier outside transformers
+    # A classifier outside transformers returns them alone.
+    logits = getattr(result, "logits", result if isinstance(result, Tensor) and result.dim() == 2 else None)
     return logits if isinstance(logits, Tensor) and logits.dim() in (2, 3) else None
 
 
@@ -500,19 +481,20 @@ def _predictions(
     targets, counted = _targets(model, call, logits)
     if targets is not None:
         logits, base = logits[:, : targets.shape[1]], None if base is None else base[:, : targets.shape[1]]
-    flat = logits[counted] if counted is not None else logits.flatten(0, -2)
+    flat = class_logits(logits[counted] if counted is not None else logits.flatten(0, -2))
     # The row of each position, in the shape of the positions.
     numbers = torch.arange(len(logits), device="cpu").view(-1, *[1] * (logits.dim() - 2)).expand(logits.shape[:-1])
     row_of = numbers[counted.cpu()] if counted is not None else numbers.flatten()
     flat_base = None
     if base is not None:
-        flat_base = base[counted.to(base.device)] if counted is not None else base.flatten(0, -2)
+        flat_base = class_logits(base[counted.to(base.device)] if counted is not None else base.flatten(0, -2))
         if flat_base.shape != flat.shape:
             raise ValueError(f"{call_name}: the models give logits {list(flat.shape)} and {list(flat_base.shape)}")
     # One label for each row, or token, of logits over classes; labels of texts are tokens, which `targets` has.
     labels, classes = call.get("labels"), None
-    if isinstance(labels, Tensor) and targets is None and labels.shape == logits.shape[:-1]:
-        classes = None if labels.is_floating_point() else labels.cpu()[counted.cpu() if counted is not None else ...]
+    if isinstance(labels, Tensor) and targets is None and labels.numel() == numbers.numel() < logits.numel():
+        labels = labels.cpu().reshape(numbers.shape)  # from [rows, 1], too
+        classes = None if labels.is_floating_point() else labels[counted.cpu() if counted is not None else ...]
     target_ids = None if targets is None or counted is None else targets[counted].cpu()[:, None]
     step = max(_SLICE_ELEMENTS // flat.shape[-1], 1)
     row_sums = torch.zeros(len(logits), 9, dtype=torch.float64, device="cpu")
@@ -554,7 +536,7 @@ def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple
     labels = labels.to(logits.device) if is_for_tokens else None  # type: ignore[union-attr]
     # Only a head over the vocabulary is the model's output embeddings; heads of classifiers and of spans are not.
     is_text = logits.dim() == 3 and output_head(model) is not None
-    is_masked = type(model).__name__.endswith("MaskedLM")
+    is_masked = _predicts_in_place(model)
     if (is_decoder or is_masked or not is_text) and labels is not None:
         # These labels belong to the position where they are; an encoder-decoder shifts its decoder's ids instead.
         return labels if is_text else None, (labels != -100) & (True if counted is None else counted)
@@ -571,16 +553,21 @@ def _targets(model: nn.Module, call: Mapping[str, Any], logits: Tensor) -> tuple
     return targets, counted
 
 
-def embedded(values: Tensor, base: Tensor, name: str, unpadded: Tensor | None = None) -> Tensor:
+def _predicts_in_place(model: nn.Module) -> bool:
+    return type(model).__name__.endswith("MaskedLM")  # BERT's predictions are of tokens where they are, not of the next
+
+
+def embedded(values: Tensor, base: Tensor, name: str, mask: Any = None) -> Tensor:
     """Returns the sums `[rows, 3]` of embeddings of two models, float64: columns `DISTANCE`, `ERROR` and `SQUARE`.
 
-    Embeddings are float64 `[rows, …]`; of `[rows, tokens, hidden]` only `unpadded` tokens count, bool `[rows, tokens]`.
+    Embeddings are `[rows, …]`; of `[rows, tokens, hidden]` tokens count that a `mask` `[rows, tokens]` does not hide.
     """
+    values, base = values.double().cpu(), base.double().cpu()
     if values.shape != base.shape:
         raise ValueError(f"{name}: the models give {list(values.shape)} and {list(base.shape)}")
-    if unpadded is not None:
+    if isinstance(mask, Tensor) and mask.shape == values.shape[:-1]:
         # Zeros shorten the mean over all tokens but do not turn it, and the cosine is blind to length.
-        values, base = (x.masked_fill(~unpadded.cpu()[..., None], 0) for x in (values, base))
+        values, base = (x.masked_fill(~mask.bool().cpu()[..., None], 0) for x in (values, base))
     # The mean over tokens stands for a row; an image's features [rows, channels, height, width] are one vector.
     first, second = (x.mean(dim=1) if x.dim() == 3 else x.flatten(1) for x in (values, base))
     distance = 1 - cosine_similarity(first, second, dim=-1)

@@ -286,7 +286,9 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """Returns the fingerprint of a model."""
     logits = _last_logits(model)
     values, columns = logits.topk(min(_KEPT_LOGITS, len(logits)))
-    return Fingerprint(tuple(columns.tolist()), tuple(values.tolist()), float(logits.std(correction=0)))
+    # A single logit, of a reward model, has no deviation.
+    deviation = float(logits.std(correction=0) if len(logits) > 1 else logits.abs())
+    return Fingerprint(tuple(columns.tolist()), tuple(values.tolist()), deviation)
 
 
 def fingerprint_problem(model: nn.Module, expected: Fingerprint | None) -> str | None:

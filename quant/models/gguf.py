@@ -486,14 +486,13 @@ def shared_parsing() -> Iterator[None]:
         # Releases of transformers without this module keep their progress bar.
         if find_spec(_LOADER):
             loader = require(_LOADER, "hf")
-            parse = partial(_parsed, loader._gguf_parse_value)
+            # transformers makes a list of a string's bytes, for each string of a vocabulary.
+            parse = partial(
+                lambda own, x, types: x.tobytes().decode() if types == [9, 8] else own(x, types),
+                loader._gguf_parse_value,
+            )
             stack.enter_context(replaced([(loader, "tqdm", logging.tqdm), (loader, "_gguf_parse_value", parse)]))
         yield
-
-
-def _parsed(parse: Any, value: np.ndarray[Any, Any], types: Any) -> Any:
-    """As `parse` of transformers, which makes a list of a string's bytes, for each string of a vocabulary."""
-    return value.tobytes().decode() if types == [9, 8] else parse(value, types)
 
 
 def _on_all_cores(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_map, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from quant.base.errors import UserError
 from quant.kernels.training.fp8_block_layout import BLOCK
@@ -53,7 +53,9 @@ class ShardInFP8(Tensor):
         # An operation in place returns its own operand.
         if args and isinstance(args[0], ShardInFP8) and result is plain_args[0]:
             return args[0]
-        return tree_map(_sharded, result) if func in _KEEPS_CLASS else result
+        if func not in _KEEPS_CLASS:
+            return result
+        return tree_map_only(Tensor, lambda x: x if isinstance(x, ShardInFP8) else ShardInFP8(x), result)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
         return ["tensor"], None
@@ -103,10 +105,6 @@ class ShardInFP8(Tensor):
         with torch.no_grad(), _unsafe_preserve_version_counter(out):
             out.copy_(whole)
         return None
-
-
-def _sharded(x: Any) -> Any:
-    return ShardInFP8(x) if isinstance(x, Tensor) and not isinstance(x, ShardInFP8) else x
 
 
 def check_gather_in_fp8(model: nn.Module, recipe: TrainingRecipe) -> None:

@@ -49,6 +49,12 @@ def texts() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randint(0, 50, (24, 12))
 
 
+def rewards() -> tuple[nn.Module, torch.Tensor]:
+    """One logit a text."""
+    model = tiny_models.bert_classifier(num_hidden_layers=1, num_attention_heads=2, vocab_size=50, num_labels=1, gain=4)
+    return model, torch.randint(0, 50, (24, 12))
+
+
 def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         result = model(rows)
@@ -57,6 +63,9 @@ def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
 
 def kl(base: torch.Tensor, found: torch.Tensor) -> float:
     """Mean over rows, straight from the definition."""
+    if base.shape[-1] == 1:
+        of_base, of_found = (torch.distributions.Bernoulli(logits=each) for each in (base, found))
+        return float(torch.distributions.kl_divergence(of_base, of_found).mean())
     p, q = base.softmax(-1), found.softmax(-1)
     return float((p * (p / q).log()).sum(-1).mean())
 
@@ -70,7 +79,7 @@ def scores(model: nn.Module, rows: torch.Tensor, method: str) -> dict[str, float
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("make", [vectors, images, texts])
+@pytest.mark.parametrize("make", [vectors, images, texts, rewards])
 def test_kl_of_the_classes_is_that_of_quantizing_for_real(
     make: Callable[[], tuple[nn.Module, torch.Tensor]],
 ) -> None:
@@ -90,7 +99,7 @@ def _members(group: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("make", [vectors, images, texts])
+@pytest.mark.parametrize("make", [vectors, images, texts, rewards])
 def test_fisher_estimates_it(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
     model, rows = make()
     guessed, found = scores(model, rows, "fisher"), scores(model, rows, "kl")

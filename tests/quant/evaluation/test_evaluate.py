@@ -21,7 +21,7 @@ from quant.base.errors import UserError
 from quant.calibration.inputs import Inputs
 from quant.calibration.outputs import logits
 from quant.evaluation.evaluate import evaluate, evaluate_texts
-from quant.evaluation.evaluation import Evaluation
+from quant.evaluation.evaluation import Evaluation, fingerprint, fingerprint_problem
 from quant.formats.format import get_format
 from quant.formats.tensor import quantize
 from quant.kernels.linear.quant_linear import QuantLinear
@@ -413,6 +413,27 @@ def test_a_row_without_a_label_is_not_wrong() -> None:
     with torch.no_grad():
         labels = model(ids).logits.argmax(-1)
     labels[0], labels[1] = 1 - labels[0], -100
-    calls = Inputs([((), {"input_ids": a[None], "labels": b[None]}) for a, b in zip(ids, labels, strict=True)])
-    found = evaluate(model, calls)
-    assert (found.accuracy, found.tokens) == (pytest.approx(2 / 3), 4)
+    for each in (labels[:, None], labels[:, None, None]):  # `[rows]` and `[rows, 1]`, as collators write them
+        calls = Inputs([((), {"input_ids": a[None], "labels": b}) for a, b in zip(ids, each, strict=True)])
+        found = evaluate(model, calls)
+        assert (found.accuracy, found.tokens) == (pytest.approx(2 / 3), 4)
+
+
+def test_a_single_logit_is_the_log_odds_of_a_class() -> None:
+    """A reward model or reranker: the softmax of one logit is 1, so its KL was 0 whatever was lost."""
+    base = tiny_models.bert_classifier(num_labels=1, gain=4).eval()
+    model = copy.deepcopy(base)
+    model.bert.encoder.layer[0].output.dense.weight.data.mul_(1.2)
+    ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        q, p = (torch.distributions.Bernoulli(logits=each(ids).logits.double()[:, 0]) for each in (model, base))
+    # Labels of a regression are no classes.
+    calls = Inputs([((), {"input_ids": row[None], "labels": torch.tensor([1])}) for row in ids])
+    found = evaluate(model, calls, base)
+    assert found.kl == pytest.approx(float(torch.distributions.kl_divergence(p, q).mean()), rel=1e-3)
+    assert found.kl > 1e-6 and found.accuracy is None
+    moved = fingerprint(model)
+    model.classifier.bias.data.add_(1e-6)  # as the sums of another machine
+    assert fingerprint_problem(model, moved) is None
+    model.classifier.bias.data.add_(2 * model(ids).logits.abs().max().item())
+    assert "away from those of the model that was written" in (fingerprint_problem(model, moved) or "")
