@@ -205,6 +205,13 @@ class QuantizedModule(nn.Module):
         held = self.stored_weight
         if is_prepacked(held):
             self._store(restore(held))
+        for name, own in (("codes", self.codes), ("scale", self.scale)):
+            # Of another format; PyTorch would cast the numbers, and -0.4 in FP8 would be the code 0 in INT8.
+            if (given := state_dict.get(f"{prefix}{name}")) is not None and given.dtype is not own.dtype:
+                arguments[-1].append(
+                    f"{prefix}{name} is in {given.dtype}, and {self.weight_format} has {own.dtype}: load it into a "
+                    "model that was quantized by the same plan"
+                )
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._arranged = None
         if is_prepacked(held):

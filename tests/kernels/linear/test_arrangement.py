@@ -142,6 +142,19 @@ def test_weights_in_16_bit_are_refused_also_where_keys_may_be_missing() -> None:
     net.load_state_dict({"0.codes": net[0].codes}, strict=False)
 
 
+@pytest.mark.parametrize(("other", "own"), [("fp8_channel", "int8"), ("int8", "fp8_channel"), ("mxfp4", "int4_g32")])
+def test_codes_of_another_format_are_refused(other: str, own: str) -> None:
+    """Their shapes are the same: PyTorch cast the numbers of one into the codes of the other."""
+    for assign in (False, True):
+        net, source = (nn.Sequential(QuantLinear(weight_in(format, 64, 128))) for format in (own, other))
+        with pytest.raises(RuntimeError, match=rf"and {own} has torch.*: load it into a model that was quantized by"):
+            net.load_state_dict(source.state_dict(), assign=assign)
+        by_same_plan = nn.Sequential(QuantLinear(weight_in(other, 64, 128, seed=2)))
+        by_same_plan.load_state_dict(source.state_dict(), assign=assign)
+        x = torch.randn(3, 128)
+        assert torch.equal(by_same_plan(x), source(x))
+
+
 def test_arrival_by_single_tensors(hopper: SimpleNamespace) -> None:
     """accelerate's way: `module._buffers[name] = tensor`, one after the other; the first forward arranges them."""
     model = nn.Sequential(QuantLinear(weight_in("nvfp4")), QuantLinear(weight_in("nvfp4", 64, OUT)))

@@ -196,13 +196,15 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.functional.hessian(lambda x: layer(x).square().sum(), x)
 
 
-@pytest.mark.parametrize("activation", ["nvfp4", ""])
-def test_a_forward_derivative_is_refused(activation: str) -> None:
+@pytest.mark.parametrize(("format", "activation"), CASES)
+def test_a_forward_derivative_is_refused(format: str, activation: str) -> None:
     """Below autograd the tangent got lost: `torch.func.jvp` gave zeros. Reverse mode has the matrix itself."""
-    x, layer = inputs(1, IN)[0], linear("nvfp4", activation, torch.float32)
+    x, layer = inputs(1, IN)[0], linear(format, activation, torch.float32)
     for call in (lambda: torch.func.jvp(layer, (x,), (x,)), lambda: torch.func.jacfwd(layer)(x)):
         with pytest.raises(UserError, match=r"quant.linear.* has no forward-mode derivative; take .*\.jacobian"):
             call()
+    with pytest.raises(UserError, match="create_graph=True asks for gradients of gradients"):
+        torch.autograd.functional.jvp(layer, x, x)  # by two backward passes
     torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x), layer.dequantize())
     # A tangent that does not pass through the layer is right.
     _, tangent = torch.func.jvp(lambda y: 2 * y + layer(x), (torch.zeros(OUT),), (torch.ones(OUT),))
