@@ -490,12 +490,8 @@ def check_read_back(directory: Path, model: nn.Module) -> list[str]:
     try:
         fill(Checkpoint(directory, built, meta=True), built=True)
     except ValueError as error:
-        if shared := _shared_here_only(model, built):
-            raise UserError(
-                f"{shared[0]} and {shared[1]} are one object in this model, and two where {cls.__name__} builds it "
-                "again, so that the checkpoint cannot be read back: give each place a copy of its own (copy.deepcopy) "
-                "before you quantize"
-            ) from error
+        if reason := _not_as_built(model, built):
+            raise UserError(f"{reason}, so that the checkpoint cannot be read back") from error
         raise UserError(
             f"{cls.__name__}: the checkpoint could not be read back, because transformers names or joins its tensors "
             f"in an unknown way ({one_line(error)}); keep those layers in 16 bit with {option('exclude')}"
@@ -511,8 +507,8 @@ def check_read_back(directory: Path, model: nn.Module) -> list[str]:
     return []
 
 
-def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | None:
-    """Returns two names of a module or parameter that `model` has in two places, and `built` does not; None if none."""
+def _not_as_built(model: nn.Module, built: nn.Module) -> str | None:
+    """Returns what `model` has in two places, or in another size, and the model that its config builds has not."""
     objects, others = (
         {**dict(each.named_modules(remove_duplicate=False)), **dict(each.named_parameters(remove_duplicate=False))}
         for each in (model, built)
@@ -523,7 +519,16 @@ def _shared_here_only(model: nn.Module, built: nn.Module) -> tuple[str, str] | N
         # Activation functions are often one object, and nothing of them is stored.
         is_stored = isinstance(each, nn.Parameter) or bool([*each.parameters(), *each.buffers()])
         if other != name and is_stored and others.get(name) is not others.get(other):
-            return other, name
+            return (
+                f"{other} and {name} are one object in this model, and two where {type(model).__name__} builds it "
+                "again (give each place a copy of its own before you quantize, copy.deepcopy)"
+            )
+        own, as_built = (getattr(x, "shape", ()) for x in (each, others.get(name)))
+        if own and as_built and own != as_built:
+            return (
+                f"{name} is {list(own)} in this model, and {list(as_built)} where its config builds it again (change "
+                "sizes before you quantize, with the config, as model.resize_token_embeddings does)"
+            )
     return None
 
 

@@ -209,6 +209,8 @@ def read_config(path: Path) -> Any:
     check_links(path)
     file = path / "config.json"
     checked_fields(file)
+    if file.read_bytes().startswith(b"\xef\xbb\xbf"):  # of which transformers says that it is no JSON
+        raise UserError(f"{file}: begins with a byte order mark (EF BB BF); save it as UTF-8 without one")
     with explained(file):
         return require("transformers", "hf").AutoConfig.from_pretrained(path, **local_options())
 

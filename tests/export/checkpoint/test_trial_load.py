@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 import quant
 from quant.base.errors import UserError, in_command
@@ -68,6 +69,28 @@ def test_a_tensor_under_another_name_is_an_error(saved: tuple[quant.Quantized, P
         check_read_back(out, done.model)
     with pytest.raises(UserError, match=r"finds no tensor for .*layers\.1\.mlp\.up_proj"):
         trial_load(out, done.model, done.plan, load_file(out / "model.safetensors"))
+
+
+@pytest.mark.parametrize("part", ["input", "output"])
+def test_sizes_that_the_config_does_not_have_are_named(part: str, tmp_path: Path) -> None:
+    model = tiny_models.llama(dtype=torch.bfloat16)
+    if part == "input":
+        model.set_input_embeddings(nn.Embedding(80, 64, dtype=torch.bfloat16))
+    else:
+        model.set_output_embeddings(nn.Linear(64, 80, bias=False, dtype=torch.bfloat16))
+    done = quant.quantize(model, "fp8_channel", effort=0)
+    name = "model.embed_tokens" if part == "input" else "lm_head"
+    says = (
+        rf"^{name}.weight is \[80, 64\] in this model, and \[64, 64\] where its config builds it again \(change sizes "
+    )
+    with pytest.raises(UserError, match=says):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    model = tiny_models.llama(dtype=torch.bfloat16)
+    model.resize_token_embeddings(80)
+    done = quant.quantize(model, "fp8_channel", effort=0)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    ids = torch.tensor([[3, 79, 5]])
+    assert torch.equal(quant.load(tmp_path / "out")(ids).logits, done.model(ids).logits)
 
 
 @pytest.mark.parametrize("part", ["mlp", "mlp.up_proj", "mlp.up_proj.weight", "input_layernorm", ""])

@@ -614,6 +614,12 @@ def damage_index(base: Path) -> None:
     (base / "model.safetensors.index.json").write_text("{}")
 
 
+def mark_config(base: Path) -> None:
+    """As editors of Windows save it; transformers calls it no JSON."""
+    file = base / "config.json"
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
+
+
 def unknown_architecture(base: Path) -> None:
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchModel"]}))
@@ -627,6 +633,7 @@ def unknown_type(base: Path) -> None:
     ("damage", "match"),
     [
         (damage_config, r"config\.json: not valid JSON"),
+        (mark_config, r"config\.json: begins with a byte order mark \(EF BB BF\); save it as UTF-8 without one$"),
         (list_config, r"config\.json: not valid JSON: the document: expected an object, not \[\]; download"),
         (drop_config, r"base: no config\.json.*to open a file in it, pass .*model\.safetensors"),
         (drop_weights, r"base: has a config\.json and no weights; expected model\.safetensors or"),
