@@ -278,6 +278,14 @@ def test_killed_at_any_step_it_ends_with_the_same_bytes(
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "whole"]
 
 
+# Threads empty files in any order, and of a small one the file system frees no page.
+LARGE = 3 * 4096
+
+
+def is_emptied(part: os.stat_result) -> bool:
+    return part.st_size > LARGE and part.st_blocks * 512 + 4096 < part.st_size
+
+
 @pytest.mark.parametrize(
     ("name", "solver", "damaged"),
     [
@@ -306,7 +314,8 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
         give, given = step_store._release_space, []
 
         def dies(part: Path) -> None:
-            given.append(part)
+            if name == "qwen3_moe" or part.stat().st_size > LARGE:
+                given.append(part)
             if len(given) == 2:  # a note says that its room is given up
                 os.kill(os.getpid(), signal.SIGKILL)
             give(part)
@@ -319,7 +328,7 @@ def test_killed_while_its_parts_move_it_ends_with_the_same_bytes(
     parts = [part.stat() for part in left.glob("*.safetensors")]
     notes = [file for path in left.glob("*.safetensors") if (file := StepFile.read(path)) and file.step[:5] == "shard"]
     assert any(note.record()["moved"] for note in notes)
-    assert name == "qwen3_moe" or sum(part.st_blocks * 512 + 4096 < part.st_size for part in parts) == 1
+    assert name == "qwen3_moe" or sum(map(is_emptied, parts)) == 1
     with pytest.raises(ValueError, match="--eval was another"):
         pipeline.run(job(models(name), tmp_path / "out", text, **{**options, "eval_samples": 3}))
     if damaged:  # its parts are worked on again
