@@ -317,6 +317,19 @@ COMMANDS = [
         "alone: it wrote the decoder's text itself; name a --baseline",
         add="--baseline {case}/t5",
     ),
+    Row(
+        f"distill {{stored}} --teacher {{model}} --steps 1 --data {{case}}/named.safetensors {TRAINED}",
+        "or token ids alone in safetensors",
+        drop="--data {case}/named.safetensors",
+        add="--data {ids}",
+    ),
+    # files that are no checkpoint
+    Row(
+        "export {case}/model.gguf --to onnx --out {out}",
+        "`quant evaluate` measures it",
+        instead="evaluate {case}/model.gguf --text {case}/odd.safetensors --samples 1 --seqlen 16",
+    ),
+    Row("export {plan} --to onnx --out {out}", "`quant plan show` shows a plan", instead="plan show {plan}"),
     # budgets
     Row(MAKE + "--bits 5 --kv-bits 2", "value is 4.5", drop="--kv-bits 2", add="--kv-bits #value␣is␣"),
     Row(MAKE + "--bits 2", "value with these formats is", drop="--bits 2", add="--bits #formats␣is␣"),
@@ -1343,6 +1356,11 @@ CALLS |= {
         lambda: cropped(4),
         r"crop\(4\): give the number of tokens to remove as a negative one",
         lambda: cropped(-4),
+    ),
+    "a model without values": (
+        lambda: quant.apply_plan(tokens().to("meta"), quant.make_plan(tokens().to("meta"), "fp8_channel")),
+        "weight is on the meta device, without values; load the model first. quant.make_plan plans without$",
+        lambda: quant.apply_plan(tokens(), quant.make_plan(tokens().to("meta"), "fp8_channel")),
     ),
     "a GPU of another number": (
         lambda: with_gpus(2, "cuda:9"),

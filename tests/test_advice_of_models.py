@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 import quant
 from quant.base.errors import UserError
+from quant.calibration.texts.media_inputs import Preparer, Sample
 from quant.cli.main import main
 
 IDS = torch.arange(3, 35).reshape(2, 16)
@@ -75,3 +76,32 @@ def test_a_factory_matches_its_file(tmp_path: Path) -> None:
     assert "make the factory's module match the file" in refused.output
     assert CliRunner().invoke(main, f"{command}{tmp_path}/nets.py:right".split()).exit_code == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_components_of_a_pipeline_are_checkpoints(tmp_path: Path) -> None:
+    result = quant.quantize(tiny_models.llama(gain=2).eval(), "int8", IDS, effort=0)
+    quant.save(result.model, result.plan, tmp_path / "transformer")
+    with pytest.raises(UserError, match=r"quant\.load_pipeline loads; give one of its components: .*transformer$"):
+        quant.load(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(quant.load(tmp_path / "transformer")(IDS).logits, result.model(IDS).logits)
+
+
+def test_a_processor_that_fails_is_named(tmp_path: Path) -> None:
+    """Its inputs, prepared by other means, need no processor."""
+
+    class Processor:
+        image_mean = (0.5, 0.5, 0.5)
+
+        def __call__(self, *args: object, **options: object) -> None:
+            raise KeyError("height\nand width")
+
+    vit, image = tiny_models.vit(gain=2), tmp_path / "a.png"
+    pytest.importorskip("PIL", reason="the extra vision").Image.new("RGB", (32, 32)).save(image)
+    with pytest.raises(ValueError, match=r"a\.png: Processor cannot prepare it \(KeyError: .*\); prepare inputs"):
+        Preparer(vit, Processor(), 16).inputs([Sample("a.png", image.read_bytes())])
+    vit.save_pretrained(tmp_path / "vit")
+    save_file({"pixel_values": torch.randn(4, 3, 32, 32)}, tmp_path / "images.safetensors")
+    command = f"quantize {tmp_path}/vit --format fp8 --effort 0 --calib-samples 2 --out {tmp_path}/out --calib "
+    done = CliRunner().invoke(main, f"{command}{tmp_path}/images.safetensors".split())
+    assert done.exit_code == 0, done.output

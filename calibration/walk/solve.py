@@ -362,6 +362,7 @@ def apply_plan(
     Returns:
         One result per layer of the plan, kept layers included, in plan order.
     """
+    check_solvable(model, plan)
     with restored_on_error(model):
         return solve_weights(model, plan, input_scales or {}, Session.on(device, progress=progress))
 

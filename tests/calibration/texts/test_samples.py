@@ -13,7 +13,7 @@ from tiny_processors import RATE, TEXTS, pixels, tone, write_images, write_pairs
 
 from quant.calibration.texts.media_inputs import Sample, read_samples
 
-pytest.importorskip("datasets", reason="the extra data")
+datasets = pytest.importorskip("datasets", reason="the extra data")
 
 
 def names(samples: list[Sample] | None) -> list[str]:
@@ -114,3 +114,19 @@ def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
     write_pairs(tmp_path / "pairs.jsonl")
     with pytest.raises(ValueError, match=re.escape("no column 'title'; its columns are document, summary")):
         read_samples(f"{tmp_path / 'pairs.jsonl'}#title", 1, pairs=True)
+
+
+def test_a_table_without_its_images_is_read_once_they_are_there(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
+    rows = {"image": [{"bytes": None, "path": str(tmp_path / "later.png")}], "text": ["a photo"]}
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pydict(rows, schema=features.arrow_schema), tmp_path / "table.parquet"
+    )
+    with pytest.raises(ValueError, match=r"record 0: .*later\.png is not a file; download the data set, with"):
+        read_samples(tmp_path / "table.parquet", 1, pairs=False)
+    write_images(tmp_path / "images")[0].rename(tmp_path / "later.png")
+    (sample,) = read_samples(tmp_path / "table.parquet", 1, pairs=False) or ()
+    assert np.array_equal(np.asarray(sample.image()), pixels(0)) and sample.texts == ("a photo",)

@@ -99,3 +99,12 @@ def test_lm_eval_finds_the_model_by_its_name(checkpoint: Path) -> None:
 def test_an_unknown_task_is_named(checkpoint: Path) -> None:
     with pytest.raises(UserError, match="lm-eval has no task 'no_such_task'"):
         evaluate_tasks(checkpoint, "no_such_task")
+
+
+def test_models_are_scored_one_by_one(checkpoint: Path) -> None:
+    command = ["evaluate", str(checkpoint), "--tasks", "words_of_ours", "--task-path", str(checkpoint.parent / "tasks")]
+    refused = CliRunner().invoke(main, [*command, "--baseline", str(checkpoint)])
+    assert refused.exit_code == 2
+    assert "--baseline is for --text, --data and --task; run --tasks on each model" in refused.stderr
+    done = CliRunner().invoke(main, [*command, "--limit", "4"])
+    assert done.exit_code == 0 and "words_of_ours" in done.stdout
