@@ -346,6 +346,7 @@ GGUF_FORMATS: dict[str, Format] = {
     )
 }
 """Formats of weights that only GGUF files hold (`quant.export.gguf`)."""
+FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 WEIGHT_FORMATS = FORMATS | GGUF_FORMATS
 # FP8 in codes and at run time; only a checkpoint tells a scale for each KV head from one for the tensor.
 FP8_HEAD = replace(FORMATS["fp8"], name="fp8_head")
@@ -358,6 +359,11 @@ def get_format(name: str) -> Format:
         return GGUF_FORMATS.get(name) or INPUT_FORMATS[name]
     except KeyError:
         raise ValueError(f"unknown format {name!r}; {known_names(name, INPUT_FORMATS, 'formats')}") from None
+
+
+def fitting(format: Format, width: int) -> Format:
+    """Returns `format`, or the one that llama.cpp takes where rows of `width` are no whole superblocks."""
+    return GGUF_FORMATS[FALLBACKS[format.name]] if format.superblock and width % format.superblock else format
 
 
 def cache_format(name: str | None) -> Format | None:

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, listed, option
 from quant.base.torch_modes import in_own_modes
-from quant.formats.format import GGUF_FORMATS, Format, cache_format, is_16bit, parse_format
+from quant.formats.format import GGUF_FORMATS, Format, cache_format, fitting, is_16bit, parse_format
 from quant.recipes.blocks import block_names, is_denoiser, other_tensors, run_with, without_experts
 from quant.recipes.callers_model import check_original, unwrapped
 from quant.recipes.groups import Watched, group_experts, group_name, group_unseen, patterns, watching, without_group
@@ -490,7 +490,6 @@ def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
     return whole
 
 
-FALLBACKS = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 _BLOCK = re.compile(r"\.(\d+)\.")
 
 
@@ -526,11 +525,6 @@ def embedding_format(plan_formats: Sequence[Format | None], *, is_tied: bool, wi
     base = max(set(names), key=names.count)
     chosen = fitting(GGUF_FORMATS["q6_k" if is_tied and base != "q8_0" else base], width)
     return None if width % chosen.block[1] else chosen
-
-
-def fitting(format: Format, width: int) -> Format:
-    """Returns `format`, or the one that llama.cpp takes where rows of `width` are no whole superblocks."""
-    return GGUF_FORMATS[FALLBACKS[format.name]] if format.superblock and width % format.superblock else format
 
 
 def without_mixed_groups(layers: list[LayerPlan]) -> list[LayerPlan]:

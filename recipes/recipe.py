@@ -33,7 +33,7 @@ from quant.recipes.solver_names import DEFAULT_OBSERVER
 KEEP = "keep"
 MIXES = {
     **{"q4_k_s": "q4_k", "q4_k_m": "q4_k", "q5_k_s": "q5_k", "q5_k_m": "q5_k"},
-    **{name: name for name in GGUF_FORMATS if name not in ("q4_k", "q5_k", "q5_1")},
+    **{name: name for name in GGUF_FORMATS},
 }
 """llama.cpp's names of mixes, and the format that most layers have in each; `gguf_mixes` has the exceptions."""
 _DOTS = 1000  # most dots in a line of a TOML file
@@ -205,7 +205,7 @@ def find_preset(name: str) -> Recipe | None:
     if at:
         inputs = parse_format(activation)
         return Recipe(name, get_format(weight).name, KEEP if inputs is None else inputs.name)
-    if name in MIXES:
+    if (name := name.lower() if name.lower() in MIXES else name) in MIXES:  # llama.cpp writes Q4_K_M
         return Recipe(name, MIXES[name], description=f"llama.cpp's {name.upper()}, for --out NAME.gguf")
     recipes = presets()
     # Some presets end in a16 themselves (nvfp4a16), so whole names go first.

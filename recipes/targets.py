@@ -11,11 +11,11 @@ which, and `Pair.source` where in it. Our presets also ran in vLLM 0.26 and 0.29
 0.33 on an H200. Where a pair depends on the GPU, the note names the first architecture that runs it natively.
 """
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quant.base.errors import known_names
 from quant.formats.format import Format
 from quant.recipes.gpus import GENERATIONS, GPUS, Hardware, like, read_table
 from quant.recipes.layers import LayerKind
@@ -145,10 +145,7 @@ def get_gpu(name: str) -> Hardware:
     if short in TARGETS:
         raise ValueError(f"target {name} is a runtime; name a GPU: {', '.join((*GPUS, *GENERATIONS))} or local")
     if short not in GPUS:
-        near = difflib.get_close_matches(short, [*TARGETS, *GPUS, *GENERATIONS], 3, 0.7)
-        meant = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(
-            f"unknown target {short!r}; known targets: {', '.join((*TARGETS, *GPUS, *GENERATIONS))}, and local, this "
-            f"machine's GPU{meant}"
-        )
+        names = [*TARGETS, *GPUS, *GENERATIONS]
+        known = known_names(short, names, "targets", more=", and local, this machine's GPU")
+        raise ValueError(f"unknown target {short!r}; {known}")
     return GPUS[short]

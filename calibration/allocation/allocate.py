@@ -138,7 +138,9 @@ def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Optio
     for candidate in (c for c in candidates if c.weight is not None):
         activation = candidate.activation.name if candidate.activation else KEEP
         kv_cache = options.kv_cache or KEEP
-        recipe = Recipe(candidate.name, candidate.weight_format.name, activation, options.solver, kv_cache=kv_cache)
+        # Under the name of a mix of llama.cpp it would have that mix's exceptions, and a quantized output head.
+        name = f"{candidate.name} by choice"
+        recipe = Recipe(name, str(candidate.weight), activation, options.solver, kv_cache=kv_cache)
         try:
             plan = make_plan(model, recipe, include=options.include, exclude=options.exclude, run=options.run)
             plan = replace(plan, provenance={**(options.provenance or {}), **plan.provenance})

@@ -199,7 +199,7 @@ class _Work:
             divisor = torch.ones_like(statistics.amax)
             # Transforms follow each other: each sees the weight and the input that earlier transforms have scaled.
             for transform in self.pipeline.transforms:
-                formats = candidate.weight_format, candidate.activation
+                formats = candidate.format_for(weight.shape[-1]), candidate.activation
                 divisor = divisor * transform(weight * divisor, statistics.divided(divisor), *formats, None)
             self.divisor = divisor
         if candidate.activation is not None and group in inputs.amax:
@@ -218,9 +218,8 @@ class _Work:
         if self.candidate.rank:
             assert stats is not None
             weights, branches, stats = take_branches(weights, stats, self.candidate.rank, self.stored)
-        solved = solve_group(
-            weights, dict.fromkeys(weights, stats), self.candidate.weight_format, self.pipeline.rounding, self.stored
-        )
+        format = self.candidate.format_for(next(iter(weights.values())).shape[-1])
+        solved = solve_group(weights, dict.fromkeys(weights, stats), format, self.pipeline.rounding, self.stored)
         return GroupSolution(solved, self.divisor, self.input_scale, branches)
 
 

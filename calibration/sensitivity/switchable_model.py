@@ -220,7 +220,8 @@ class FormatChoice:
             # Together, but each projection of fused experts apart.
             stacked = [name for name, weight in weights.items() if weight.dim() == 3]
             for part in [{name: weights[name]} for name in stacked] if stacked else [weights]:
-                solved = solve_group(part, {}, candidate.weight_format, get_solver(self.solver))
+                format = candidate.format_for(next(iter(part.values())).shape[-1])
+                solved = solve_group(part, {}, format, get_solver(self.solver))
                 self._solved[key] |= {name: weight.to(home) for name, weight in solved.items()}
         return self._solved[key]
 

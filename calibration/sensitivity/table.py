@@ -20,7 +20,7 @@ from pathlib import Path
 
 from quant.base.errors import known_names
 from quant.base.json_files import JsonData, read_json, write_json
-from quant.formats.format import Format, get_format, is_16bit, parse_format
+from quant.formats.format import Format, fitting, get_format, is_16bit, parse_format
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Parts
 from quant.recipes.recipe import FURTHER_NAMES, KEEP, find_preset, presets
@@ -44,11 +44,10 @@ class Candidate:
     activation: Format | None  # input format; None keeps 16 bit
     rank: int = 0
 
-    @property
-    def weight_format(self) -> Format:
-        """The weight format, of a candidate that does not keep 16 bit."""
+    def format_for(self, width: int) -> Format:
+        """Returns the format of rows of this width, of a candidate that does not keep 16 bit."""
         assert self.weight is not None, self.name
-        return self.weight
+        return fitting(self.weight, width)
 
     @property
     def has_static_scale(self) -> bool:
@@ -68,7 +67,8 @@ class Candidate:
                 "chooses its channels then; name how many, such as residual:32"
             )
         solver = with_branch(solver, rank) if rank else solver
-        planned = replace(layer, weight=self.weight, activation=self.activation)
+        weight = None if self.weight is None else fitting(self.weight, layer.matrix[-1])
+        planned = replace(layer, weight=weight, activation=self.activation)
         parts = Parts(rank=rank, residual=min(channels, layer.shape[-1] // 16 * 16))
         return replace(planned, solver=solver, parts=parts, cost=None)
 

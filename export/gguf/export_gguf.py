@@ -39,7 +39,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -254,12 +254,6 @@ def _half_scales(weight: BlockScaledTensor) -> Tensor:
     return half.contiguous().view(torch.uint8).unflatten(-1, (-1, 2))
 
 
-def _five_bits(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
-    """Returns codes of five bits plus 16: the low four of them, and the fifth, uint8 `[..., in]`."""
-    codes = (weight.codes + 16).view(torch.uint8)
-    return codes & 15, codes >> 4
-
-
 def _bits(bits: Tensor) -> Tensor:
     """Returns bytes of bits `[..., 8]`, the first the lowest."""
     places = torch.arange(8, dtype=torch.uint8, device=bits.device)
@@ -267,9 +261,10 @@ def _bits(bits: Tensor) -> Tensor:
 
 
 def _q5(weight: BlockScaledTensor) -> Tensor:
-    low, fifth = _five_bits(weight)
+    codes = (weight.codes + 16).view(torch.uint8)
     scales = weight.scale.unflatten(-1, (-1, 4)) if weight.format.minimum else _half_scales(weight)
-    return torch.cat([scales, _bits(fifth.unflatten(-1, (-1, 4, 8))), _nibbles(low, 32)], dim=-1).flatten(-2)
+    fifth = _bits((codes >> 4).unflatten(-1, (-1, 4, 8)))
+    return torch.cat([scales, fifth, _nibbles(codes & 15, 32)], dim=-1).flatten(-2)
 
 
 def _q4_k(weight: BlockScaledTensor) -> Tensor:
@@ -278,10 +273,10 @@ def _q4_k(weight: BlockScaledTensor) -> Tensor:
 
 
 def _q5_k(weight: BlockScaledTensor) -> Tensor:
-    low, fifth = _five_bits(weight)
-    codes = _nibbles(low, 64).unflatten(-2, (-1, 4)).flatten(-2)
-    fifth = _bits(fifth.unflatten(-1, (-1, 8, 32)).transpose(-1, -2))
-    return torch.cat([weight.scale.unflatten(-1, (-1, 16)), fifth, codes], dim=-1).flatten(-2)
+    codes = (weight.codes + 16).view(torch.uint8)
+    low = _nibbles(codes & 15, 64).unflatten(-2, (-1, 4)).flatten(-2)
+    fifth = _bits((codes >> 4).unflatten(-1, (-1, 8, 32)).transpose(-1, -2))
+    return torch.cat([weight.scale.unflatten(-1, (-1, 16)), fifth, low], dim=-1).flatten(-2)
 
 
 def _q6_k(weight: BlockScaledTensor) -> Tensor:
@@ -331,22 +326,13 @@ class Entry(NamedTuple):
     make: Callable[[], np.ndarray[Any, Any]]  # its values, or the bytes of its blocks
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A weight of the model, quantized or not, of which rows can be taken in another order."""
-
-    weight: BlockScaledTensor | Tensor
-
-    def take(self, rows: Tensor | slice) -> "Rows":
-        """Returns rows `[..., out, in]` of the last but one dimension; of a vector, its elements."""
-        weight = self.weight
-        if isinstance(weight, Tensor):
-            return Rows(weight[rows] if weight.dim() == 1 else weight[..., rows, :])
-        scale = weight.scale[..., rows, :]
-        codes = weight.codes[..., rows, :]
-        return Rows(
-            replace(weight, codes=codes, scale=scale, shape=(*weight.shape[:-2], *codes.shape[-2:-1], weight.shape[-1]))
-        )
+def take(weight: BlockScaledTensor | Tensor, rows: Tensor | slice) -> BlockScaledTensor | Tensor:
+    """Returns rows `[..., out, in]` of the last but one dimension; of a vector, its elements."""
+    if isinstance(weight, Tensor):
+        return weight[rows] if weight.dim() == 1 else weight[..., rows, :]
+    codes, scale = weight.codes[..., rows, :], weight.scale[..., rows, :]
+    shape = (*weight.shape[:-2], *codes.shape[-2:-1], weight.shape[-1])
+    return replace(weight, codes=codes, scale=scale, shape=shape)
 
 
 def write_gguf(
@@ -478,6 +464,11 @@ def gguf_notes(model: nn.Module, plan: Plan | None) -> list[str]:
             f"the plan rounds inputs to {', '.join(inputs)}, and llama.cpp rounds them in its own way, to eight "
             "bits on a CPU"
         )
+    if plan is not None and any(layer.weight is not None and layer.weight.gguf for layer in plan.quantized):
+        notes.append(
+            "the embedding, in 16 bit above, is rounded while the file is written, which no loss of this run counts: "
+            "`quant evaluate` of the file does"
+        )
     if plan is not None and (plan.kv_text or plan.attention is not None):
         notes.append("the plan has a KV cache or attention in low precision, which llama.cpp chooses when it starts")
     return notes
@@ -507,7 +498,7 @@ def tensors_of(model: nn.Module, architecture: Architecture, device: torch.devic
             stored = names.get_name(part, try_suffixes=(".weight", ".bias"))
             if stored is None:
                 raise UserError(f"{name}: llama.cpp's {architecture.name} has no tensor for it")
-            yield from _entries(stored, rows.weight)
+            yield from _entries(stored, rows)
 
 
 def _rounded(weight: Tensor, format: Format, device: torch.device | None) -> np.ndarray[Any, Any]:
@@ -538,32 +529,31 @@ def _weights(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor
 
 def _parts(
     name: str, weight: BlockScaledTensor | Tensor, architecture: Architecture, config: Any
-) -> Iterator[tuple[str, Rows]]:
+) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
     """Yields the tensors that llama.cpp has of one weight, by names that gguf maps, with its order of rows."""
-    rows = Rows(weight)
     if architecture.shifted and name.endswith("norm.weight"):
         assert isinstance(weight, Tensor)
-        rows = Rows(weight.float() + 1)
+        weight = weight.float() + 1
     if architecture.permuted and (match := re.search(r"\.(q|k)_proj\.(?:weight|bias)$", name)):
         heads = config.num_attention_heads
         if match[1] == "k":
             heads = config.num_key_value_heads or heads
         order = torch.arange(weight.shape[0], device="cpu").view(heads, 2, -1).transpose(1, 2).flatten()
-        rows = rows.take(order)
+        weight = take(weight, order)
     if ".experts." not in name:
-        yield name, rows
+        yield name, weight
         return
     experts, _, last = name.rpartition(".")
     projection, suffix = (last.removesuffix("_bias"), ".bias") if last.endswith("_bias") else (last, ".weight")
     if projection != "gate_up_proj":
-        yield f"{experts}.{projection}{suffix}", rows
+        yield f"{experts}.{projection}{suffix}", weight
         return
     # Matrices have gate above up here; gpt-oss keeps its biases alternating.
     size = weight.shape[1 if suffix == ".bias" else -2]
     alternates = suffix == ".bias" and architecture.name == "gpt-oss"
     for index, half in enumerate(("gate_proj", "up_proj")):
         part = slice(index, None, 2) if alternates else slice(index * size // 2, (index + 1) * size // 2)
-        own = Rows(weight[:, part]) if suffix == ".bias" and isinstance(weight, Tensor) else rows.take(part)
+        own = weight[:, part] if suffix == ".bias" and isinstance(weight, Tensor) else take(weight, part)
         yield f"{experts}.{half}{suffix}", own
 
 

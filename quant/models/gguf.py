@@ -14,7 +14,7 @@ import math
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
@@ -45,7 +45,6 @@ from quant.recipes.blocks import replaced
 #
 # The file has no F, C, low or high. s is a line over 1 / wavelength, so two divisors between 1 and F give it, up to a
 # common multiple of C, low and high; `low` is 1 in all models. Numbers are accepted if they give all divisors back.
-
 
 FREQUENCY_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 """Tensors of a GGUF file that hold divisors of rotary frequencies, and no weights."""
@@ -144,7 +143,7 @@ def _of_divisors(divisors: np.ndarray[Any, Any], base: float, config: Any) -> di
     factor = float(divisors.max())
     for low, high, context in _candidates(divisors, turns, factor):
         scaling: dict[str, Any] = {
-            "rope_type": "llama3", "factor": _rounded(factor), "low_freq_factor": low, "high_freq_factor": high,
+            "rope_type": "llama3", "factor": float(f"{factor:.6g}"), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": context,
         }  # fmt: skip
         share = np.clip((context * turns - low) / (high - low), 0, 1)
@@ -177,25 +176,16 @@ def _candidates(
     if len(between) > 1:
         slope, intercept = np.polyfit(turns[between], share, 1)
         if intercept < 0:  # else `low` would not be positive
-            high = _rounded(1 - 1 / float(intercept))
+            high = float(f"{1 - 1 / float(intercept):.6g}")
             candidates.append((1.0, high, round(float(slope) * (high - 1))))
     return candidates
-
-
-def _rounded(number: float) -> float:
-    """Returns a float32 number as a person would have written it."""
-    return float(f"{number:.6g}")
 
 
 # `check_tokens` compares a tokenizer that transformers made of a GGUF file with the metadata of that file.
 #
 # transformers builds such a tokenizer from parts, by rules that change from version to version. One that starts no text
 # with its first token, or that has the vocabulary of another model, raises no error: calibration and evaluation then
-# run on garbage. The file itself has the right values:
-#
-#     tokenizer.ggml.tokens, .token_type         the token of each id, and which of them are control tokens
-#     tokenizer.ggml.merges                      pairs of a byte-pair encoding, the first to be merged first
-#     tokenizer.ggml.add_bos_token, add_eos_…    whether a text gets these tokens; without the key, llama.cpp's defaults
+# run on garbage. The file itself has the right values, of which a missing `add_bos_token` means llama.cpp's defaults.
 
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # llama.cpp's types of tokens; the others are never matched
@@ -303,8 +293,8 @@ _BLOCK = re.compile(r"blk\.(\d+)\.")
 _COMPUTED = re.compile(r"^rope_(freqs|factors_long|factors_short)\.weight$|\.attn_rot_embd\.")
 
 
-def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
-    """Returns the model in a GGUF file, dequantized to `dtype`; with `meta`, on the meta device from its header."""
+def load(path: Path, dtype: torch.dtype | None, meta: bool) -> tuple[nn.Module, str | None]:
+    """Returns the model in a GGUF file, dequantized, and the types of its blocks; `meta` reads the header alone."""
     transformers = require("transformers", "hf")
     require("accelerate", "hf")
     options: dict[str, Any] = {"gguf_file": path.name}
@@ -313,10 +303,12 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     with huggingface.quiet(), shared_parsing():
         config = read_config(path)
         cls = huggingface.model_class(config, str(path))
+        stored = {tensor.name: tensor for tensor in require("gguf", "hf").GGUFReader(path).tensors}
+        own_dtype, types = _main_type(stored.values())
+        dtype = dtype or own_dtype
         if meta:
             model = huggingface.outline(cls, config, dtype, path)
         else:
-            stored = {tensor.name: tensor for tensor in require("gguf", "hf").GGUFReader(path).tensors}
             # NVFP4's global scales, float32, by the names of the tensors that they multiply.
             scales = {n: stored.get(n.replace(".weight", ".scale")) for n in stored if n.endswith(".weight")}
             second = {name: np.array(scale.data, np.float32) for name, scale in scales.items() if scale is not None}
@@ -329,7 +321,19 @@ def load(path: Path, dtype: torch.dtype, meta: bool) -> nn.Module:
     own.architectures, own._name_or_path = [type(model).__name__], ""
     if hasattr(own, "_model_name_or_path"):  # the file's `general.name`, which the loader files under this name
         del own._model_name_or_path
-    return model
+    return model, types
+
+
+def _main_type(tensors: Iterable[Any]) -> tuple[torch.dtype, str | None]:
+    """Returns bfloat16, or the dtype of a file without blocks whose numbers that changes; and the types of blocks."""
+    by_size = sorted((t for t in tensors if len(t.shape) > 1), key=lambda t: -int(t.n_elements))
+    counts = Counter(tensor.tensor_type.name for tensor in by_size)
+    blocks = [kind for kind, _ in counts.most_common() if kind not in ("F64", "F32", "F16", "BF16")]
+    largest, dtype = next(iter(by_size), None), torch.bfloat16
+    if not blocks and largest is not None and largest.tensor_type.name in ("F32", "F16"):
+        numbers = torch.from_numpy(largest.data.reshape(-1)[: 2**20].copy())
+        dtype = dtype if torch.equal(numbers.to(dtype).to(numbers.dtype), numbers) else numbers.dtype
+    return dtype, listed(blocks, 4) or None
 
 
 @contextlib.contextmanager
@@ -545,6 +549,11 @@ def read_config(path: Path) -> Any:
         if version == 1:
             raise UserError(
                 f"{path}: GGUF of version 1, of 2023, which no reader takes; use a later conversion"
+            ) from None
+        if "GGMLQuantizationType" in str(error):
+            raise UserError(
+                f"{path}: blocks of a type that this package gguf does not know "
+                f"({one_line(error)}); install a newer one, or take another file"
             ) from None
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     _refuse_without_model(path, file)

@@ -6,7 +6,7 @@
 The kind of a file is decided by its first bytes, not by its suffix:
 
     directory             config.json and weights              -> huggingface   model, dequantized if needed
-    "GGUF"                one file: config, vocabulary, blocks -> gguf          model, dequantized to 16 bit
+    "GGUF"                one file: config, vocabulary, blocks -> gguf          model, dequantized
     length + "{"          names, dtypes, offsets, then bytes   -> safetensors   state dict, read tensor by tensor
     zip of pickle+bytes   torch.save                           -> torch         state dict, mapped
     zip with a graph      torch.export.save                    -> exported      model
@@ -156,7 +156,8 @@ def open_model(
             a bare state dict, or of a directory, which then gives only weights and tokenizer.
         unsafe_load: also opens whole pickled modules and exported programs, which runs whatever code they hold.
         trust_remote_code: lets transformers run the Python files that the directory names in `auto_map`.
-        dtype: the dtype of the weights; "auto" keeps the checkpoint's, and is bfloat16 for the blocks of a GGUF.
+        dtype: the dtype of the weights; "auto" keeps the checkpoint's, and is bfloat16 for a GGUF, unless it is in FP16
+            or FP32 with numbers that bfloat16 does not have.
         stream: leaves experts that are stored one by one in their files until they are needed; the model runs, and
             `solve_plan` takes it for solvers that look only at weights.
         meta: builds the model on the meta device from configs and headers, reading no weights. A pickle of the old
@@ -187,14 +188,14 @@ def open_model(
         _refuse_factory(model_factory, f"{path} ({kind})")
     model: nn.Module | None = None
     tensors: Mapping[str, Tensor] | None = None
-    quantization = None
+    quantization: object = None
     if kind == SourceKind.HUGGINGFACE and model_factory is not None:
         tensors = _open_directory(path, given_dtype, meta)
     elif kind == SourceKind.HUGGINGFACE:
         with huggingface.remote_code(trust_remote_code):
             model, quantization = huggingface.load(path, given_dtype, meta, stream)
     elif kind == SourceKind.GGUF:
-        model = gguf.load(path, given_dtype or torch.bfloat16, meta)
+        model, quantization = gguf.load(path, given_dtype, meta)
     elif kind == SourceKind.EXPORTED:
         model = state_dict.load_exported(path, given_dtype, unsafe_load)
     elif kind == SourceKind.SAFETENSORS:

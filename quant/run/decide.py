@@ -16,6 +16,7 @@ allocation measures the weights beside each.
 """
 
 import math
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -115,17 +116,16 @@ def gguf_words(source: Source) -> dict[str, Any] | None:
 
 def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:
     """Raises ValueError where what is to be written cannot hold a plan."""
-    if request.is_gguf:
+    gguf = next((layer for layer in plan.quantized if layer.weight is not None and layer.weight.gguf), None)
+    if request.is_gguf or (gguf is not None and request.out is None):
         if model is None:
             raise UserError(f"{request.model}: a bare state dict; a GGUF file takes the directory of a model")
         check_gguf(model, plan)
-        return
-    gguf = next((layer for layer in plan.quantized if layer.weight is not None and layer.weight.gguf), None)
-    if gguf is not None and request.out is not None:
-        raise UserError(
-            f"{gguf.name}: only GGUF files hold {gguf.weight}: name one, {option('out', f'{request.out}.gguf')}"
-        )
-    check_plan(plan)
+    elif gguf is not None:
+        named = option("out", shlex.quote(f"{str(request.out).removesuffix('.GGUF')}.gguf"))
+        raise UserError(f"{gguf.name}: only GGUF files hold {gguf.weight}: name one, {named}")
+    else:
+        check_plan(plan)
 
 
 def plan_for(request: Request, source: Source) -> Plan:

@@ -109,7 +109,10 @@ def announce_source(listener: Listener, source: Source) -> None:
     """Says that the files of a model hold it quantized, if they do."""
     if source.quantization is not None:
         dtype = str(source.dtype).removeprefix("torch.")
-        listener.message(f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}")
+        listener.message(
+            f"the source is quantized ({source.quantization}); its weights are dequantized to {dtype}, which undoes no "
+            "rounding: losses are measured against these weights"
+        )
 
 
 def announce_untied_head(listener: Listener, plan: Plan) -> None:

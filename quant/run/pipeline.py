@@ -151,10 +151,9 @@ def _in_memory(request: Request, model: nn.Module) -> Request:
 def _plan(request: Request, directory: Path) -> Plan:
     """Returns the plan of a component, made from shapes alone."""
     cls = pipelines.denoiser_class(directory)
-    if cls is None:
-        model = open_model(str(directory), meta=True).module
-    else:
-        model = pipelines.outline_of_denoiser(cls, directory)
+    model = (
+        open_model(str(directory), meta=True).module if cls is None else pipelines.outline_of_denoiser(cls, directory)
+    )
     return run(replace(_in_memory(request, model), dry_run=True)).plan
 
 
@@ -324,12 +323,9 @@ def _held_out(
     """Returns calls of the denoisers on held-out prompts, and the images of these."""
     images: list[Any] = []
     calls: dict[str, list[Arguments]] = {name: [] for name in names if is_denoiser(getattr(pipe, name))}
-
-    def draw(*held: Any) -> None:
-        images.append(make(*held, output_type="np"))
-
     for held in prompts.held_out:
-        for name, inputs in _record(pipe, list(calls), partial(draw, *held)).items():
+        draw = partial(lambda *each: images.append(make(*each, output_type="np")), *held)
+        for name, inputs in _record(pipe, list(calls), draw).items():
             calls[name] += inputs.calls[:: -(-len(inputs) // _HELD_OUT_CALLS)]
     return calls, images
 

@@ -33,8 +33,9 @@ from quant.export.gguf.export_gguf import (  # noqa: E402 -- as above
 )
 from quant.formats.format import FORMATS, GGUF_FORMATS  # noqa: E402 -- as above
 from quant.formats.tensor import quantize  # noqa: E402 -- as above
+from quant.recipes.plan import bits_per_weight  # noqa: E402 -- as above
 from quant.report.summary import WITHOUT_VOCABULARY, next_steps  # noqa: E402 -- as above
-from quant.run.request import Request  # noqa: E402 -- as above
+from quant.run.request import AllocationRequest, Request  # noqa: E402 -- as above
 from quant.run.run import run  # noqa: E402 -- as above
 
 SIZES = {"hidden_size": 128, "intermediate_size": 192, "max_position_embeddings": 128}
@@ -191,6 +192,7 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {"model", "m.gguf"}
     assert outcome.report is not None and outcome.report.bytes_after == (tmp_path / "m.gguf").stat().st_size
     assert any(note.startswith("tensors in the file: ") and " in Q8_0" in note for note in outcome.report.notes)
+    assert any("the embedding, in 16 bit above, is rounded while the file" in note for note in outcome.report.notes)
     fallback = outcome.plan.by_name["model.layers.0.self_attn.q_proj"]
     assert fallback.reason == "recipe q4_k_m; q5_0, because in = 128 is no multiple of 256"
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
@@ -204,6 +206,28 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
         run(request)
     with pytest.raises(UserError, match=r"q_proj: llama\.cpp has no fp8_channel; it has nvfp4"):
         run(Request(str(tmp_path / "model"), "fp8_channel", solver="rtn", out=tmp_path / "fp8.gguf"))
+
+
+def test_a_budget_and_a_plan_take_formats_of_llama_cpp(tmp_path: Path) -> None:
+    sizes = {**SIZES, "hidden_size": 256}  # in = 192 of down_proj is no superblock
+    tiny_models.llama(**sizes, gain=3.0, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    ids, file = torch.randint(0, 60, (4, 16), generator=torch.Generator().manual_seed(0)), tmp_path / "m.gguf"
+    budget = AllocationRequest(bits=6.0, formats=("Q4_K", "q6_k"))
+    plan = run(Request(str(tmp_path / "model"), budget=budget, data=ids, out=file)).plan
+    formats = {layer.name.rpartition(".")[2]: str(layer.weight) for layer in plan.quantized}
+    assert formats.pop("down_proj") in ("q5_0", "q8_0") and {*formats.values()} <= {"q4_k", "q6_k"}
+    assert bits_per_weight(plan.quantized) <= 6.0 and plan.by_name["lm_head"].weight is None
+    kinds = {t.name: t.tensor_type.name.lower() for t in gguf.GGUFReader(file).tensors}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    for layer in plan.quantized:
+        assert kinds[f"{names.get_name(layer.name)}.weight"] == str(layer.weight)
+    # A plan alone needs no file, and says as much as one.
+    runner, made = CliRunner(), tmp_path / "plan.json"
+    done = runner.invoke(main, ["plan", "make", str(tmp_path / "model"), "--format", "Q4_K_M", "--out", str(made)])
+    assert done.exit_code == 0, done.output
+    options = ["quantize", str(tmp_path / "model"), "--plan", str(made), "--out", str(tmp_path / "dir")]
+    done = runner.invoke(main, options)
+    assert f"only GGUF files hold q4_k: name one, --out {tmp_path / 'dir'}.gguf" in done.output.replace("\n", "")
 
 
 def test_a_tokenizer_is_written_from_any_files_of_one_or_refused(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ import quant
 from quant.base.errors import UserError, require, versions
 from quant.cli.main import main
 from quant.export.checkpoint.load import open_runnable
+from quant.export.gguf import export_gguf
 from quant.models import gguf as gguf_models
 from quant.models.gguf import gguf_reader
 from quant.models.open_model import Source, open_model
@@ -715,6 +716,7 @@ def test_gguf_is_dequantized_to_what_the_blocks_stand_for(tmp_path: Path, capfd:
     source = open_model(tmp_path / "m.gguf")
     assert capfd.readouterr() == ("", "")
     assert (source.kind, source.dtype, source.is_causal_lm) == ("gguf", torch.bfloat16, True)
+    assert source.quantization == "Q4_1, Q8_0"
     exact = open_model(tmp_path / "m.gguf", dtype="float32")
     for name, tensor in model.state_dict().items():
         name = "model.embed_tokens.weight" if name == "lm_head.weight" else name
@@ -722,6 +724,29 @@ def test_gguf_is_dequantized_to_what_the_blocks_stand_for(tmp_path: Path, capfd:
         assert torch.equal(exact.model.state_dict()[name], expected), name
         assert torch.equal(source.model.state_dict()[name], expected.bfloat16()), name
     assert source.model.lm_head.weight is source.model.model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_gguf_without_blocks_keeps_its_numbers(dtype: torch.dtype, tmp_path: Path) -> None:
+    model, file = tiny_llama().to(dtype), tmp_path / "m.gguf"
+    export_gguf.write_gguf(model, file)
+    for stored in (model, open_model(file).model, open_model(file, meta=True).model):
+        assert {weight.dtype for weight in stored.parameters()} == {dtype}
+    assert equal(open_model(file).model.state_dict(), model.state_dict())
+    assert open_model(file).quantization is None
+    # FP16 or FP32 that holds the numbers of BF16 is a model of BF16, which computes in more range.
+    export_gguf.write_gguf(model.bfloat16().to(dtype), file)
+    assert open_model(file).dtype == torch.bfloat16
+
+
+def test_gguf_with_blocks_that_this_gguf_does_not_know(tiny_gguf: Path, tmp_path: Path) -> None:
+    whole, file = bytearray(tiny_gguf.read_bytes()), tmp_path / "newer.gguf"
+    at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8  # behind the name and two sizes
+    whole[at : at + 4] = (999).to_bytes(4, "little")
+    file.write_bytes(whole)
+    words = r"newer\.gguf: blocks of a type that this package gguf does not know \(.*999.*\); install a newer one"
+    with pytest.raises(UserError, match=words):
+        open_model(file)
 
 
 def test_gguf_config_is_like_any_other(tiny_gguf: Path, tmp_path: Path) -> None:
