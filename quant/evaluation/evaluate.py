@@ -441,9 +441,17 @@ Sums = dict[str, Tensor]
 def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | None, call_name: str) -> Sums:
     """Returns the sums of the rows of one call; without the original model's output, only the likelihood of texts."""
     with torch.no_grad():
-        logits, mask = _logits(result), call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
+        logits, base_logits = (None if x is None else _logits(x) for x in (result, base))
         if logits is not None:
-            return {"logits": _predictions(model, call, logits, None if base is None else _logits(base), call_name)}
+            if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+                # Each label is a choice by itself: single logits, of positions that have no mask and no class.
+                call, logits, base_logits = (
+                    {},
+                    logits[..., None],
+                    None if base_logits is None else base_logits[..., None],
+                )
+            return {"logits": _predictions(model, call, logits, base_logits, call_name)}
+        mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
         if base is None:
             raise ValueError(
                 f"{type(model).__name__} gives no logits: its outputs can only be compared; name a {option('baseline')}"
@@ -458,8 +466,7 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
 
 
 def _logits(result: Any) -> Tensor | None:
-    """Returns logits `[rows, classes]` or `[rows, positions, classes]`; None for a model without logits."""
-    # A classifier outside transformers returns them alone.
+    """Returns logits `[rows, classes]`, perhaps the result itself, or `[rows, positions, classes]`; None without."""
     logits = getattr(result, "logits", result if isinstance(result, Tensor) and result.dim() == 2 else None)
     return logits if isinstance(logits, Tensor) and logits.dim() in (2, 3) else None
 

@@ -286,8 +286,7 @@ def fingerprint(model: nn.Module) -> Fingerprint:
     """Returns the fingerprint of a model."""
     logits = _last_logits(model)
     values, columns = logits.topk(min(_KEPT_LOGITS, len(logits)))
-    # A single logit, of a reward model, has no deviation.
-    deviation = float(logits.std(correction=0) if len(logits) > 1 else logits.abs())
+    deviation = float(logits.std(correction=0) if len(logits) > 1 else logits.abs())  # a single logit has none
     return Fingerprint(tuple(columns.tolist()), tuple(values.tolist()), deviation)
 
 

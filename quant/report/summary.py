@@ -221,7 +221,7 @@ def _verdict(report: Report, plan: Plan) -> str | None:
     """Returns how the KL compares with the usual one of the formats; None where either is unknown."""
     worst = None if report.evaluation is None else report.evaluation.worst
     usual = [_usual_kl(layer.format, layer.activation) for layer in report.layers if layer.format is not None]
-    if worst is None or worst.kl is None or not usual or None in usual:
+    if worst is None or worst.kl is None or worst.perplexity is None or not usual or None in usual:  # KL of classes
         return None
     limit = max(kl for kl in usual if kl is not None)
     measured = f"KL {loss_text(worst.kl)}"

@@ -210,7 +210,8 @@ def calibration_data(job: Job, plan: Callable[[], Plan]) -> tuple[Data, list[Rec
 
 def evaluation_data(job: Job) -> dict[str, Data]:
     """Returns the rows or inputs of each evaluation source by its name; the model runs on all of them."""
-    data = sources.read_evaluation(job.source, job.request.evaluation_rows, job.session, listener=job.listener)
+    texts = sources.Rows(tuple(map(str, job.request.eval_texts)), job.request.eval_samples, job.request.seqlen)
+    data = sources.read_evaluation(job.source, texts, job.session, listener=job.listener)
     for rows in data.values():
         check_evaluable(job.model, rows)
     return data

@@ -249,11 +249,6 @@ class Request:
             return {self.solver}
         return {recipe.solver or of_options, *(rule.solver for rule in recipe.rules if rule.solver is not None)}
 
-    @property
-    def evaluation_rows(self) -> Rows:
-        """The evaluation data to read: this many rows of each source."""
-        return Rows(tuple(map(str, self.eval_texts)), self.eval_samples, self.seqlen)
-
     @cached_property
     def goal(self) -> Goal | None:
         """The budgets and limits for which formats are chosen; None where a recipe or plan says them."""

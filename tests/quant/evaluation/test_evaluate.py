@@ -419,6 +419,26 @@ def test_a_row_without_a_label_is_not_wrong() -> None:
         assert (found.accuracy, found.tokens) == (pytest.approx(2 / 3), 4)
 
 
+def test_each_of_several_labels_is_a_choice() -> None:
+    """A shift of all logits changes each sigmoid and no softmax, whose KL was 0."""
+    base = tiny_models.bert_classifier(num_labels=12, problem_type="multi_label_classification", gain=4).eval()
+    model = copy.deepcopy(base)
+    model.classifier.bias.data.add_(2.0)
+    ids = torch.randint(3, 60, (6, 12), generator=torch.Generator().manual_seed(1))
+    # As many tokens as labels: the mask is not one of labels.
+    named = {"attention_mask": torch.tensor([[1] * 9 + [0] * 3]), "labels": torch.ones(1, 12)}
+    with torch.no_grad():
+        q, p = (
+            torch.distributions.Bernoulli(logits=each(ids, named["attention_mask"].expand(6, -1)).logits.double())
+            for each in (model, base)
+        )
+    found = evaluate(model, Inputs([((), {"input_ids": row[None], **named}) for row in ids]), base)
+    assert found.kl == pytest.approx(float(torch.distributions.kl_divergence(p, q).mean()), rel=1e-3)
+    assert found.kl > 0.1 and found.tokens == 72
+    same = ((q.logits > 0) == (p.logits > 0)).double().mean()
+    assert found.top1 == pytest.approx(float(same)) and found.accuracy is None
+
+
 def test_a_single_logit_is_the_log_odds_of_a_class() -> None:
     """A reward model or reranker: the softmax of one logit is 1, so its KL was 0 whatever was lost."""
     base = tiny_models.bert_classifier(num_labels=1, gain=4).eval()

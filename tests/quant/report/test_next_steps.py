@@ -55,6 +55,9 @@ def test_a_large_loss_has_advice_and_a_usual_one_none(make_report: Make, tmp_pat
     assert "is large" in verdict(four, 0.13, tmp_path, "gptq")[0]
     assert "is large" in verdict(make_report(4, ("fp8_channel",)), 0.1, tmp_path, "gptq", "fp8_token")[0]
     assert next_steps(replace(four[0], evaluation=None), four[1], tmp_path)[:-1] == []
+    # The usual losses are of next tokens; the classes of a classifier have another KL.
+    of_classes = Evaluation(None, 0.3, 0.9, 8, 1.0)
+    assert next_steps(replace(four[0], evaluation=of_classes), four[1], tmp_path)[:-1] == []
 
 
 @pytest.mark.parametrize(("preset", "served"), [("nvfp4a16", True), ("mxfp6a16", False)])
