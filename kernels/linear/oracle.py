@@ -224,8 +224,8 @@ class _Cache:
                 entry.compared_in = loop
                 return entry.dense
         self.entries.pop(codes, None)
-        # Entries leave only with their codes, never for space: see the module docstring.
-        held = sum(entry.dense.nbytes for entry in self.entries.values())
+        # Entries leave only with their codes, never for space: see the module docstring. A list: threads add some.
+        held = sum(each.dense.nbytes for each in list(self.entries.data.values()))
         if held + math.prod(weight.shape) * dtype.itemsize > self.budget:
             return None
         # Summed up first, so that values which are written meanwhile are seen at the next call.

@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -376,3 +378,17 @@ def test_the_cache_is_set_by_bytes_or_by_the_environment() -> None:
             oracle._budget(text)
     with pytest.raises(ValueError, match="weight cache of -1 bytes"):
         set_weight_cache(-1)
+
+
+def test_threads_that_meet_new_weights_at_once() -> None:
+    """Each sums up the cache's sizes while others add to it, which ended one in "dictionary changed size"."""
+    weights = [quantize(torch.randn(8, 32), FORMATS["mxfp4"]) for _ in range(1600)]
+    x, interval = torch.randn(2, 32), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            results = list(pool.map(lambda weight: oracle.reference_linear(x, weight, None, None, None), weights))
+    finally:
+        sys.setswitchinterval(interval)
+    for weight, y in zip(weights, results, strict=True):
+        torch.testing.assert_close(y, x @ weight.dequantize().T)
