@@ -135,9 +135,9 @@ def _line(prompt: str) -> Iterator[Callable[[str], None]]:
 
     def show(piece: str) -> None:
         nonlocal begun
-        # The prompt waits for the first piece, so that an error before it leaves no half line.
-        cli.echo(piece if begun else prompt + piece, newline=False)
-        begun = True
+        # The prompt waits for the first piece: no error before it leaves half a line, nor does Ctrl-C within `echo`.
+        text, begun = piece if begun else prompt + piece, True
+        cli.echo(text, newline=False)
 
     try:
         yield show

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from samples import BASE
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from quant.cli import command
 from quant.cli.main import main
 from quant.generate import generate as generation
 from quant.generate.generate import TextStream, generate
@@ -99,6 +100,22 @@ def test_a_stopped_command_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert stopped.exit_code == 130 and stopped.stderr.endswith("error: stopped by SIGINT\n")
     assert stopped.stdout.startswith("12 200 45 7 9972 72") and stopped.stdout.count("\n") == 1
     assert stopped.stdout.endswith("\n")
+
+
+def test_a_command_stopped_behind_its_first_text_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads the pipe may stop the command before the function that wrote has returned."""
+    echo = command.echo
+
+    def stopped(text: str, *, err: bool = False, newline: bool = True) -> None:
+        echo(text, err=err, newline=newline)
+        if not newline:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "echo", stopped)
+    arguments = ["generate", str(BASE), "--prompt", "12 200 45 7 99", "--device", "cpu"]
+    run = CliRunner().invoke(main, arguments)
+    assert run.exit_code == 130 and run.stderr.endswith("error: stopped by SIGINT\n")
+    assert run.stdout.startswith("12 200 45 7 99") and run.stdout.endswith("\n") and run.stdout.count("\n") == 1
 
 
 @pytest.mark.slow
