@@ -460,7 +460,7 @@ class Command(click.Command):
 def _hint(arguments: Sequence[str], options: Iterable[str]) -> str:
     """Returns the end of a message on arguments that a word processor or a pasted line break changed."""
     for argument in arguments:
-        dashes = re.match("[-‐–—−]*", argument)
+        dashes = re.match("[-‐–—−]+", argument)
         name = f"--{argument[dashes.end() :].partition('=')[0]}" if dashes else ""
         if name in options and not argument.startswith("--"):
             return f"; did you mean {name}?"

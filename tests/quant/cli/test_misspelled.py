@@ -82,6 +82,7 @@ def test_a_misspelled_name_is_told_with_the_right_one(command: str, meant: str, 
         ("\\", "; in a pasted command the backslash has to be the last character of its line"),
         (" ", "; in a pasted command the backslash has to be the last character of its line"),
         ("more", "Got unexpected extra argument (more)"),
+        ("match", "Got unexpected extra argument (match)"),  # as in `--out out`, a value with the name of an option
     ],
 )
 def test_what_pasting_changed_is_told(argument: str, hint: str, folder: Path) -> None:
