@@ -2,6 +2,7 @@
 
 import csv
 import json
+import os
 import runpy
 import subprocess
 import sys
@@ -52,7 +53,7 @@ def run(workplace: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureF
         if command[:3] != [sys.executable, "-m", "quant"]:
             return start(command, *arguments, **options)
         with pytest.raises(SystemExit) as end:
-            main(command[3:], prog_name="quant")
+            main(list(map(os.fspath, command[3:])), prog_name="quant")
         assert end.value.code == 0
         return subprocess.CompletedProcess(command, 0)
 
