@@ -252,7 +252,7 @@ def _targets(step: str) -> list[ChangedFile]:
         *run, *read[-1:], *plans[2:5:2], f"{quantize} --seed 0", f"{calibrated} --seed 0", f"{calibrated} --memory 8GB",
         f"plan make in/model --format nvfp4 --guard 0.1\u00a0fp8\u00a0keep {TO}", f"{calibrated} --include *",
         f"{evaluate} --batch-size 1",
-        f"plan make in/model --max-kl 0.1 {ROWS} {TO}",
+        f"plan make in/model --max-kl 0.1 --calib in/tokens.safetensors --calib-samples 3 --seqlen 8 {TO}",
         f"plan make in/model --fit 8GB --ctx 32 --batch 2 {ROWS} {TO}",
         "plan show in/plan.json --match *", f"export in/ckpt --to onnx --shapes batch=1:1:2,sequence=4:8:16 {TO}",
     ]  # fmt: skip
