@@ -843,12 +843,14 @@ def test_models_that_no_cache_holds_export_as_advised(
     session = runtime.InferenceSession(tmp_path / "out" / "model.onnx", providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
     for tokens in (8, 40):
-        x = torch.randint(3, 60, (2, tokens))
-        inputs = {name: torch.ones_like(x) if "mask" in name else x for name in names}
-        expected = quant.load(tmp_path / "stored")(**inputs).logits.detach()
-        (logits, *_) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
-        error = (torch.from_numpy(logits) - expected).norm() / expected.norm()
-        assert float(error) < 1e-3, tokens
+        errors = []
+        for x in torch.randint(3, 60, (4, 2, tokens)):
+            inputs = {name: torch.ones_like(x) if "mask" in name else x for name in names}
+            expected = quant.load(tmp_path / "stored")(**inputs).logits.detach()
+            (logits, *_) = session.run(None, {name: value.numpy() for name, value in inputs.items()})
+            errors.append(float((torch.from_numpy(logits) - expected).norm() / expected.norm()))
+        # An input on the edge between two INT8 codes moves its draw by some thousandths; other frequencies move all.
+        assert min(errors) < 1e-5 and max(errors) < 0.02, (tokens, errors)
 
 
 LINEARS: Callable[[], Any] = lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))  # noqa: E731
