@@ -291,7 +291,8 @@ def gain_of(module: nn.Module, name: str) -> tuple[Tensor, float]:
     weight = module.weight
     assert isinstance(weight, nn.Parameter)
     # Four random tokens distinguish an RMS norm from one that subtracts the mean or adds a bias.
-    x = torch.randn(4, len(weight), device=weight.device, dtype=torch.float32).to(weight.dtype)
+    random = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    x = random.to(weight)
     y = module(x).double()
     plain = x.double() / x.double().square().mean(-1, keepdim=True).sqrt()
     near = max(1e-3, 4 * torch.finfo(weight.dtype).eps)

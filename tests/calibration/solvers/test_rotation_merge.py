@@ -92,6 +92,13 @@ def test_what_a_rotation_cannot_pass_is_refused_and_left_alone() -> None:
         assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
 
 
+def test_the_tokens_that_try_a_norm_are_of_a_generator_of_their_own() -> None:
+    """A training script draws the same numbers after a model was quantized as without."""
+    model, state = _built("Llama"), torch.get_rng_state()
+    quantize(model, "fp8_channel", IDS, solver="rotation:merge+rtn")
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_reader_that_was_not_seen_is_noticed() -> None:
     class Odd(nn.Module):
         """Reads its residual stream past the norm, too."""
