@@ -41,7 +41,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from quant.base.errors import install_command, option
+from quant.base.errors import install_command, option, read_utf8
 from quant.calibration.inputs import Inputs, inputs_of
 from quant.calibration.session import Session, device_of
 from quant.calibration.texts.rows import Corpus, calibration_rows, parse_corpus, read_records
@@ -197,11 +197,7 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
 def _sample_of(file: Path) -> Sample:
     """Returns an image or a sound, with the caption or transcript in the .txt file of the same name."""
     text = file.with_suffix(".txt")
-    try:
-        texts = (text.read_text(encoding="utf-8").strip(),) if text.is_file() else ()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text}: not UTF-8 text ({error.reason} at byte {error.start})") from None
-    return Sample(str(file), file.read_bytes(), texts=texts)
+    return Sample(str(file), file.read_bytes(), texts=(read_utf8(text).strip(),) if text.is_file() else ())
 
 
 def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) -> Iterator[Sample]:

@@ -55,7 +55,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from quant.base.errors import check_installed
+from quant.base.errors import check_installed, read_utf8
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
@@ -568,10 +568,7 @@ def _read_safetensors(name: str) -> Tensor:
 def _tokenize(path: Path, tokenizer: Any | None) -> Tensor:
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such text file")
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+    text = read_utf8(path)
     if not text.strip():
         raise ValueError(f"{path}: empty, it holds no text")
     if tokenizer is None:

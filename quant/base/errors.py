@@ -44,6 +44,15 @@ def did_you_mean(name: str, choices: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def read_utf8(path: Path) -> str:
+    """Returns the text of a file; ValueError, which names it, where it is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        sums = "imatrix" in path.name and "; an importance matrix of llama.cpp holds sums: give the text it was made of"
+        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}){sums or ''}") from None
+
+
 def near_file(path: str | Path, others: Iterable[str] = ()) -> str:
     """Returns the end of a message about a missing file that suggests one of `others`, or the nearest in its folder."""
     path = Path(path)

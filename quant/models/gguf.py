@@ -521,21 +521,16 @@ def _refuse_without_model(path: Path, file: Any) -> None:
         raise UserError(
             f"{path}: one of {count} files of a model; join them by llama.cpp's `llama-gguf-split --merge FIRST JOINED`"
         )
-    if kind == "adapter":
-        raise UserError(
-            f"{path}: an adapter (LoRA), which is no model by itself; merge it with PEFT where it was trained "
-            "(merge_and_unload), save that by save_pretrained, and pass its directory"
-        )
-    if kind == "imatrix":
-        raise UserError(
-            f"{path}: an importance matrix of llama.cpp, which is no model; pass the model, and the text that the "
-            f"matrix was made of by {option('calib')}"
-        )
-    if kind == "mmproj" or architecture == "clip":
-        raise UserError(
-            f"{path}: the projector of a vision or audio model (mmproj), which is no model by itself; pass the GGUF "
-            "file of its language model, or for both the Hugging Face directory"
-        )
+    what = {
+        "adapter": "an adapter (LoRA), which is no model by itself; merge it with PEFT where it was trained "
+        "(merge_and_unload), save that by save_pretrained, and pass its directory",
+        "imatrix": "an importance matrix of llama.cpp, which is no model; pass the model, and the text that the matrix "
+        f"was made of by {option('calib')}",
+        "mmproj": "the projector of a vision or audio model (mmproj), which is no model by itself; pass the GGUF file "
+        "of its language model, or for both the Hugging Face directory",
+    }.get("mmproj" if architecture == "clip" else kind)
+    if what is not None:
+        raise UserError(f"{path}: {what}")
 
 
 def read_config(path: Path) -> Any:

@@ -60,7 +60,8 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
             )
     # A pipeline calls the parts of an autoencoder and not the whole, so that it would be calibrated on nothing.
     models = [name for name in present if any((path / name).glob("*.safetensors")) and not name.startswith("vae")]
-    names = [name.strip() for name in asked.split(",")] if asked else [name for name in present if name in DENOISERS]
+    named = asked.split(",") if asked else [name for name in present if name in DENOISERS]
+    names = [*dict.fromkeys(name.strip() for name in named)]
     if not names:
         raise UserError(
             f"{path / INDEX}: has no transformer and no unet, only {listed(present, 6)}; name the model that is to be "

@@ -122,8 +122,9 @@ def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:
             raise UserError(f"{request.model}: a bare state dict; a GGUF file takes the directory of a model")
         check_gguf(model, plan)
     elif gguf is not None:
-        named = option("out", shlex.quote(f"{str(request.out).removesuffix('.GGUF')}.gguf"))
-        raise UserError(f"{gguf.name}: only GGUF files hold {gguf.weight}: name one, {named}")
+        named = "name one, " + option("out", shlex.quote(f"{str(request.out).removesuffix('.GGUF')}.gguf"))
+        named = "take another format, such as fp8_channel" if request.is_in_memory else named
+        raise UserError(f"{gguf.name}: only GGUF files hold {gguf.weight}: {named}")
     else:
         check_plan(plan)
 

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, counted, listed
+from quant.base.errors import UserError, counted, listed, read_utf8
 from quant.base.json_files import write_json
 from quant.base.listener import SILENT, Listener
 from quant.calibration.allocation.allocate import make_loop, make_space
@@ -60,6 +60,7 @@ _PROMPTS = 16  # of the list that ships, where the user gives no number
 _CALLS = 4  # of each component that are kept of each prompt
 _ROOM = 3  # times the bytes of a pipeline that a GPU has free where all of it is moved there
 _HELD_OUT_CALLS = 10  # of each held-out prompt
+_OWN_ARGUMENTS = ("generator", "output_type", "return_dict")  # of pipelines, which a run gives itself
 _WHOLE = (".safetensors", ".ckpt", ".gguf")  # beside model_index.json: the original model in one file
 
 
@@ -181,7 +182,11 @@ class _Prompts:
                     f"--calib {' '.join(request.calib)}: a pipeline takes one file with a prompt in each line"
                 )
             source = request.calib[0]
-            text = Path(source).read_text(encoding="utf-8-sig")
+            text = read_utf8(Path(source))
+            if source.lower().endswith((".csv", ".tsv")) or text.lstrip().startswith("["):
+                raise UserError(
+                    f'{source}: a table or list; give a prompt in each line, or {{"prompt": "…", "height": 512}}'
+                )
         else:
             source, text = _OWN, files("quant.run").joinpath("prompts.txt").read_text("utf-8")
         lines = [line.strip() for line in text.split("\n") if line.strip()]
@@ -208,11 +213,12 @@ class _Prompts:
         ]
         for number, arguments in (*self.used, *self.held_out):
             where, text = f"{self.source}: prompt {number + 1}", arguments["prompt"]
-            if unknown := arguments.keys() - taken.keys():
+            if unknown := arguments.keys() - (taken.keys() - {*_OWN_ARGUMENTS}):
                 raise UserError(
                     f"{where} gives {min(unknown)}, which {type(pipe).__name__} does not take; it takes "
                     f"{listed(list(taken), 8)}"
                 )
+            _check_steps(pipe, arguments, f"{where}: ")
             given = {"max_sequence_length": default, **options, **arguments}["max_sequence_length"]
             lengths = [
                 # CLIP's tokenizer, which takes fewer tokens than that argument's default, is not cut by it.
@@ -243,7 +249,7 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
     taken, options = inspect.signature(pipe.__call__).parameters, dict[str, Any]()
     for text in request.call:
         name, sign, value = text.partition("=")
-        if not sign or name not in taken or name == "prompt":
+        if not sign or name not in taken or name in ("prompt", *_OWN_ARGUMENTS):
             raise UserError(
                 f"--call {text}: write NAME=VALUE, of an argument that {type(pipe).__name__} takes: "
                 f"{listed([each for each in taken if each != 'prompt'], 8)}"
@@ -252,14 +258,16 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
             options[name] = json.loads(value)
         except ValueError:
             options[name] = value
+    _check_steps(pipe, options, "--call ")
+    return options
+
+
+def _check_steps(pipe: Any, options: Mapping[str, Any], where: str) -> None:
     steps, trained = options.get("num_inference_steps"), pipe.scheduler.config.get("num_train_timesteps")
     if steps is not None and not (type(steps) is int and 1 <= steps <= (trained or steps)):
         has = f"has {trained} timesteps" if trained else "steps one or more times"
-        raise UserError(
-            f"--call num_inference_steps={steps}: {type(pipe.scheduler).__name__} {has}; give a whole number from 1"
-            + f" to {trained}" * bool(trained)
-        )
-    return options
+        has += f"; give a whole number from 1{f' to {trained}' * bool(trained)}"
+        raise UserError(f"{where}num_inference_steps={steps}: {type(pipe.scheduler).__name__} {has}")
 
 
 @contextmanager

@@ -230,6 +230,15 @@ def test_a_budget_and_a_plan_take_formats_of_llama_cpp(tmp_path: Path) -> None:
     assert f"only GGUF files hold q4_k: name one, --out {tmp_path / 'dir'}.gguf" in done.output.replace("\n", "")
 
 
+def test_an_importance_matrix_is_no_calibration_text(tmp_path: Path) -> None:
+    tiny_models.llama(**SIZES, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    file = tmp_path / "imatrix.dat"
+    file.write_bytes(b"\1\0\0\0\xff\xfe")
+    request = Request(str(tmp_path / "model"), "q8_0", solver="gptq", calib=(str(file),), out=tmp_path / "m.gguf")
+    with pytest.raises(ValueError, match=r"imatrix\.dat: not UTF-8 .*holds sums: give the text it was made of$"):
+        run(request)
+
+
 def test_a_tokenizer_is_written_from_any_files_of_one_or_refused(tmp_path: Path) -> None:
     """Reports: ggml-org/llama.cpp#9673, huggingface/transformers#31630."""
     directory, file = tmp_path / "model", tmp_path / "m.gguf"

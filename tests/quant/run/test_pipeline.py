@@ -301,6 +301,13 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     broken.write_text('{"prompt": "a cat"\na red fox\n')
     untold.write_text('a red fox\n{"height": 16}\n')
     long.write_text(f"a red fox\n{'a cat in ' * 200}\n")
+    steps_of = tmp_path / "steps.txt"
+    steps_of.write_text('a red fox\n{"prompt": "a cat", "num_inference_steps": 5000}\n')
+    sheet, array, latin, given = (tmp_path / name for name in ("prompts.CSV", "list.txt", "latin.txt", "given.txt"))
+    sheet.write_text("prompt,height\na red fox,16\na cat,16\n")
+    array.write_text('[\n"a red fox",\n"a cat"\n]\n')
+    latin.write_text("a red fox\na k\u00e4tzchen\n", encoding="latin-1")
+    given.write_text('a red fox\n{"prompt": "a cat", "output_type": "pil"}\n')
     single.write_text("a red fox\n")
     copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied", "weightless")}
     for copy in copies.values():
@@ -358,6 +365,12 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (source, ("--calib", unknown), "gives num_frames, which StableDiffusion3Pipeline does not take"),
         (source, ("--calib", broken), "is no JSON object"),
         (source, ("--calib", untold), "has no text; write"),
+        (source, ("--calib", steps_of), "prompt 2: num_inference_steps=5000: FlowMatchEulerDiscreteScheduler has 1000"),
+        (source, ("--calib", sheet), "prompts.CSV: a table or list; give a prompt in each line, or {"),
+        (source, ("--calib", array), "list.txt: a table or list; give a prompt in each line"),
+        (source, ("--calib", latin), "latin.txt: not UTF-8 text (invalid continuation byte at byte 13)"),
+        (source, ("--calib", given), "gives output_type, which StableDiffusion3Pipeline does not take"),
+        (source, (*calib, "--call", "output_type=pil"), "--call output_type=pil: write NAME=VALUE, of an argument"),
         (source / "transformer", (), "give the directory of its pipeline"),
     ):
         out, steps = tmp_path / "out", () if "--call" in options or model.name == "transformer" else _STEPS
@@ -366,6 +379,10 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         lines = result.output.strip().splitlines()
         assert result.exit_code and expected in lines[-1] and lines[-1].startswith("error: "), result.output
         assert not out.exists() and not list(tmp_path.glob(".*")), expected
+    # The way out is one for a pipeline, which is written to a directory.
+    result = _quantize(source, "--format", "q4_0", *calib, *_STEPS, "--out", tmp_path / "out")
+    assert result.output.strip().endswith("only GGUF files hold q4_0: take another format, such as fp8_channel")
+    assert pipelines.models_to_quantize(source, "transformer, transformer") == ["transformer"]
 
 
 def test_weights_in_a_variant_are_told_from_the_plain_ones(
