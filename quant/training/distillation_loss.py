@@ -157,7 +157,7 @@ class CachedTeacher:
             )
         index = torch.tensor(indices, device="cpu")
         tokens, logp = self._tokens[index].flatten(0, 1), self._logp[index].flatten(0, 1)
-        if bool((tokens < 0).any()) or not bool((logp <= 0).all()):
+        if bool(((tokens < 0) | (tokens >= self.vocabulary)).any()) or not bool((logp <= 0).all()):
             raise UserError(f"{self.path}: holds tokens or probabilities that no teacher gives; write it again")
         return TopTeacher(tokens, logp, f"{self.path}: the cached teacher", self.vocabulary)
 

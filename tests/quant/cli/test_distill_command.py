@@ -388,11 +388,14 @@ def test_a_teacher_is_cached_first_and_serves_again(
     save_file({**torn, "logp": torch.zeros(2, 7, 4)}, tmp_path / "torn", metadata)
     result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
     assert result.exit_code == 2 and "its tensors are not as cache_teacher wrote them" in result.output
-    written["logp"][0, 0, 0] = torch.nan
     with safe_open(cache, framework="pt") as file:
-        save_file(written, tmp_path / "torn", file.metadata())
-    result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
-    assert result.exit_code == 2 and "torn: holds tokens or probabilities that no teacher gives" in result.output
+        metadata = file.metadata()
+    for name, value in (("logp", torch.nan), ("tokens", int(metadata["vocabulary"]))):
+        changed = {**written, name: written[name].clone()}
+        changed[name][0, 0, 0] = value
+        save_file(changed, tmp_path / "torn", metadata)
+        result = run(distill_command, made / "ptq", "--teacher", tmp_path / "torn", "--out", tmp_path / "o", *OPTIONS)
+        assert result.exit_code == 2 and "torn: holds tokens or probabilities that no teacher gives" in result.output
 
 
 def test_refusals(made: Path, tmp_path: Path) -> None:
