@@ -120,7 +120,7 @@ class Case:
         if outcome.code > 1 and self.is_healthy and self.target.kind != "torch" and "check" not in self.argv:
             yield "refused"
         if not outcome.code:
-            copied = {file.read_bytes() for file in (self.folder / "model").rglob("*.json")}
+            copied = {file.read_bytes() for file in (self.folder / "in" / "model").rglob("*.json")}
             yield from _strange(out, outcome.stdout if "--json" in self.argv else "", copied)
 
     def _names_the_input(self, line: str) -> bool:
