@@ -71,3 +71,13 @@ def messages(ptx: str, arch: int) -> str:
     if done.returncode:
         raise ValueError(f"ptxas refuses the PTX for {target}: {' '.join(done.stderr.split())}")
     return done.stderr
+
+
+def sums_of_values(ptx: str) -> set[str]:
+    """What P V of a tile of 128 keys does to Hopper's sum so far: "adds" to it, "begins" another, or "both"."""
+    # P lies in registers, in braces; then come V, and a predicate: whether the product is added to its accumulator.
+    predicates = re.findall(r"wgmma\.mma_async[^{]*\{[^}]*\}, \{[^}]*\}, %rd\d+, (\S+),", ptx)
+    constants = dict(re.findall(r"mov\.pred\s+(%p\d+), (\S+);", ptx))
+    # A tile is four products of 32 keys, and the first decides.
+    first = {constants.get(name, name) for name in predicates[::4]}
+    return {"both" if name.startswith("%") else "begins" if name == "0" else "adds" for name in first}

@@ -5,21 +5,24 @@ One producer warp copies tiles into shared memory (TMA); each of two or three co
     producer     Q ─▶ [groups · 64, dim]      K, V ─▶ `stages` pairs of tiles of `block_kv` keys
     consumer i   S = Q_i Kᵀ                   wgmma, FP32 in registers
                  P = 2^(S · scale − m + 8)    m: the reference of the row
-                 O = O · decay + P V          wgmma, P from registers
+                 O = O · decay + P V          wgmma, P from registers; FP8 in two levels
 
 In step j a consumer issues S(j) = Q K(j)ᵀ and P V(j − 1), and computes P(j) from S(j). A stage therefore holds K(j)
 and V(j − 1), the tiles that a step needs and frees.
 
 The tensor cores and the 2^x units take about the same time, so speed depends on both being busy at once. Other
-arithmetic counts twice, because it shares the register file with the tensor cores. There are two variants:
-
-optimistic   FP8 with heads of up to 128. P(j) uses the previous reference, without a search for the largest score;
-             `quant.kernels.attention.sm90_fp8_softmax` says why that is safe.
-cautious     Everything else. m is the largest score so far, within 0.75, for which P has room below 448.
+arithmetic counts twice, because it shares the register file with the tensor cores. So in FP8 P(j) uses the previous
+reference, without a search for the largest score; `quant.kernels.attention.sm90_fp8_softmax` says why that is safe. In
+16 bit m is the largest score so far, within 0.75.
 
 P V(j − 1) runs while P(j) is computed. ptxas would move the powers of two behind the wait for the products, since no
-dependency ties them; `_fence` ends the basic block between them. With heads of 64 the products are short and three
-consumers share the tensor cores: there a consumer waits for its products before it computes powers.
+dependency ties them; `_fence` ends the basic block between them. With FP8 and heads of 64 (short products of three
+consumers) or 256 (no registers) a consumer waits for P V(j − 1), then for S(j), before it computes powers.
+
+The tensor cores add products of FP8 to 13 bits below the largest of them and of the sum so far, and truncate: one sum
+over 4,608 keys loses 4.5% of a V whose mean is half its deviation, one over 33k keys a quarter. So the sum begins anew
+every `promote` tiles (every tile without overlap), and `total`, in FP32 registers, takes up the last one. Heads of 256
+leave no registers for two sums of that width: there half the columns are multiplied and added, then the other half.
 
 Keys pass from last to first, so that the tiles that a mask crosses come first and the long loop has no mask (a window
 also masks some at its end). V's scale goes into the exponent of P: the decay is then 1 wherever the reference stays,
@@ -64,9 +67,9 @@ class HopperTiles:
     stages: int  # pairs of tiles of K and V in flight
     registers: int = 240  # the number of registers of a thread of a consumer
     queries: int = 2  # tiles of queries in flight
-    # Whether FP8's powers are computed before the largest score is known: see the module docstring.
-    optimistic: bool = False
     overlap: bool = True  # whether the powers of a step are computed while the tensor cores work on its products
+    promote: int = 0  # where they overlap: tiles of keys that the tensor cores add up; 0 is all of them
+    parts: int = 1  # where they do not: parts of V's columns that are multiplied one after the other
 
     @property
     def at_launch(self) -> int:
@@ -76,9 +79,9 @@ class HopperTiles:
 
 # Registers of a thread bound `groups`: 3 of 160 or 2 of 240, next to a producer of 24. Shared memory bounds `stages`.
 TILES = {
-    (64, 1): HopperTiles(3, 128, 8, 160, optimistic=True, overlap=False),
-    (128, 1): HopperTiles(2, 128, 4, optimistic=True),
-    (256, 1): HopperTiles(2, 128, 3, queries=1),
+    (64, 1): HopperTiles(3, 128, 8, 160, overlap=False),
+    (128, 1): HopperTiles(2, 128, 4, promote=2),
+    (256, 1): HopperTiles(2, 128, 3, queries=1, overlap=False, parts=2),
     (64, 2): HopperTiles(2, 128, 4),
     (128, 2): HopperTiles(2, 128, 3, queries=1),
     (256, 2): HopperTiles(2, 64, 2, queries=1),
@@ -134,14 +137,15 @@ class Kind:
     block_kv = _constant(lambda self: self.tiles.block_kv)
     stages = _constant(lambda self: self.tiles.stages)
     queries = _constant(lambda self: self.tiles.queries)
-    optimistic = _constant(lambda self: self.tiles.optimistic)
-    width = _constant(lambda self: 1 << (self.dim - 1).bit_length())
+    promote = _constant(lambda self: self.tiles.promote)
+    parts = _constant(lambda self: self.tiles.parts)
+    columns = _constant(lambda self: (1 << (self.dim - 1).bit_length()) // self.tiles.parts)
     scores = _constant(lambda self: self.product(self.tiles.block_kv))
-    output = _constant(lambda self: self.product(1 << (self.dim - 1).bit_length()))
+    output = _constant(lambda self: self.product(self.columns.value))
     left = _constant(lambda self: gl.DotOperandLayout(0, self.output.value, 4 if self.fp8 else 2))
     words = _constant(lambda self: _words(self.tiles.block_kv, self.fp8))
     octets = _constant(lambda self: _octets(self.tiles.block_kv))
-    output_octets = _constant(lambda self: _octets(1 << (self.dim - 1).bit_length()))
+    output_octets = _constant(lambda self: _octets(self.columns.value))
     quad = _constant(lambda self: gl.SliceLayout(1, gl.SliceLayout(3, self.octets.value)))
     row = _constant(lambda self: gl.SliceLayout(1, self.scores.value))
     column = _constant(lambda self: gl.SliceLayout(0, self.scores.value))
@@ -268,7 +272,9 @@ class Mask(NamedTuple):
 class State(NamedTuple):
     """A consumer's softmax between two tiles of keys."""
 
-    output: gl.tensor  # O so far, float32 [64, width], not yet multiplied by `decay`
+    total: tuple[gl.tensor, ...]  # O so far without `partial`, by parts of its columns, float32 [64, columns] each
+    partial: gl.tensor  # the tensor cores' sum of P V, [64, columns], not yet multiplied by `decay`
+    since: gl.tensor  # the product of the decays since `total` took up a sum
     words: gl.tensor  # P of the last tile, in the dtype of V
     reference: gl.tensor  # m of each row
     row_sum: gl.tensor  # the sum of each thread's columns, [64, 4]
@@ -292,10 +298,6 @@ _DECAY = gl.constexpr(
 )
 _DECAY_LIKE = gl.constexpr(",".join(["=f"] * 32 + [str(i) for i in range(32)] + ["f"] * 32))
 
-_WORD_OF_FP8 = gl.constexpr(
-    "{ .reg .b16 a, b; cvt.rn.satfinite.e4m3x2.f32 a, $2, $1; cvt.rn.satfinite.e4m3x2.f32 b, $4, $3;"
-    "mov.b32 $0, {a, b}; }"
-)
 _WORD_OF_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
 _WORD_OF_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
 # A loop that ends at once: ptxas moves nothing past it, and cannot know that the clock never has that value.
@@ -315,20 +317,18 @@ def _fence(x):
 @gluon.jit
 def _tile(index, sequences, kind: gl.constexpr):
     """Returns where tile `index` is: block, head, batch, first query and key, lengths, and first scale blocks."""
-    heads = sequences.heads
-    blocks = sequences.blocks
     group = sequences.group
     seq_q = sequences.seq_q
     seq_kv = sequences.seq_kv
     # `group` heads side by side, then their next block of queries: programs at work at one time share K and V in L2.
-    within = index % (group * blocks)
+    within = index % (group * sequences.blocks)
     block = within // group
     if kind.causal:
         # Blocks with the most keys first, so that short ones fill the end of the launch.
-        block = blocks - 1 - block
-    item = index // (group * blocks) * group + within % group
-    head = item % heads
-    batch = item // heads
+        block = sequences.blocks - 1 - block
+    item = index // (group * sequences.blocks) * group + within % group
+    head = item % sequences.heads
+    batch = item // sequences.heads
     start_q = 0
     start_kv = 0
     scale_q = 0
@@ -376,13 +376,11 @@ def _produce(arguments, kind: gl.constexpr):
     """The producer warp: copies the tiles of the consumers, each as soon as its buffer is free."""
     q_map = arguments.q_map
     k_map = arguments.k_map
-    v_map = arguments.v_map
     barriers = arguments.barriers
     full = barriers.full
     tokens = arguments.tokens
     ratio = tokens.ratio
     groups: gl.constexpr = kind.groups
-    programs = gl.num_programs(0)
     # Stages and buffers of queries that were filled so far, and tickets taken: a slot and a phase follow from each.
     count = 0
     queries = 0
@@ -390,7 +388,7 @@ def _produce(arguments, kind: gl.constexpr):
     index = gl.program_id(0)
     while index < arguments.total:
         # Taken before this tile is fetched: the answer takes a microsecond, and arrives during the fetch.
-        following = gl.atomic_add(arguments.counter, 1, sem="relaxed") + programs
+        following = gl.atomic_add(arguments.counter, 1, sem="relaxed") + gl.num_programs(0)
         block, head, batch, start_q, start_kv, seq_q, seq_kv, _, scale_kv = _tile(index, arguments.sequences, kind)
         begin, _, _, end = _bounds(block * kind.block_q, seq_q, seq_kv, arguments.window, kind)
         if end > begin:
@@ -424,7 +422,7 @@ def _produce(arguments, kind: gl.constexpr):
                     at = [kv_head * kind.dim, scale_kv * SCALE_ROWS + tile * kind.block_kv]
                 else:
                     at = [kv_head * tokens.v + start_kv + tile * kind.block_kv, 0]
-                async_load(v_map, at, full.index(slot), arguments.buffers.v.index(slot), pred=has_v)
+                async_load(arguments.v_map, at, full.index(slot), arguments.buffers.v.index(slot), pred=has_v)
                 count += 1
             queries += 1
         mbarrier.wait(barriers.ticket_empty, (tickets & 1) ^ 1)
@@ -450,13 +448,12 @@ def _seen(scores, factor, cap, key, mask, masked: gl.constexpr, kind: gl.constex
 
 
 @gluon.jit
-def _powers(scores, factor, bias, row_max):
+def _powers(scores, factor, row_max):
     """Returns P of a tile, the maximum subtracted from its rows, and their decay. `factor` is positive."""
     # The reference follows the largest score only where it grows by more than 0.75: most tiles then need no decay.
-    top = gl.max(scores, 1) * factor + bias
+    top = gl.max(scores, 1) * factor
     new_max = gl.where(top > row_max + 0.75, top, row_max)
-    shift = (8.0 + bias) - new_max
-    p = gl.exp2(scores * factor + shift[:, None])
+    p = gl.exp2(scores * factor + (8.0 - new_max)[:, None])
     return p, new_max, gl.exp2(row_max - new_max)
 
 
@@ -470,7 +467,7 @@ def _spread(x, octets: gl.constexpr, to: gl.constexpr, columns: gl.constexpr):
 
 
 @gluon.jit
-def _optimistic(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
+def _fp8_softmax(scores, factor, bias, reference, first: gl.constexpr, kind: gl.constexpr):
     """Returns P of a tile as words, the sums of each thread's part of its rows, their reference, and their decay."""
     # One instruction block for all 64 scores of a thread; its 64 results are codes, sums, references and decays.
     wide = _spread(reference, kind.octets, kind.scores, kind.block_kv)
@@ -501,36 +498,43 @@ def _sums(p, kind: gl.constexpr):
 
 
 @gluon.jit
-def _added(row_sum, decay, p, weight, kind: gl.constexpr):
-    decay = gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
-    return row_sum * decay + _sums(p, kind) * weight
+def _columns_of(decay, kind: gl.constexpr):
+    """Spreads the decays of rows to the columns of a sum."""
+    if kind.fp8:
+        return _spread(decay, kind.output_octets, kind.output, kind.columns)
+    else:
+        zeros = gl.zeros([64, kind.columns], gl.float32, kind.output)
+        wide, _ = gl.broadcast(gl.convert_layout(decay, kind.output_row)[:, None], zeros)
+        return wide
 
 
 @gluon.jit
 def _decayed(output, decay, kind: gl.constexpr):
-    if kind.optimistic:
-        wide = _spread(decay, kind.output_octets, kind.output, kind.width)
-    else:
-        decay = gl.convert_layout(decay, kind.output_row)[:, None]
-        wide, output = gl.broadcast(decay, output)
+    wide = _columns_of(decay, kind)
     return gl.inline_asm_elementwise(_DECAY, _DECAY_LIKE, [output, wide], gl.float32, True, 32)
 
 
 @gluon.jit
+def _add_parts(total, left, v_buffer, slot, decay, kind: gl.constexpr):
+    """Returns total · decay + P V of a tile, a part of the columns after the other."""
+    wide = _columns_of(decay, kind)
+    partial = gl.zeros([64, kind.columns], gl.float32, kind.output)
+    for i in gl.static_range(kind.parts):
+        v = v_buffer.index(slot).slice(i * kind.columns, kind.columns, dim=0).permute((1, 0))
+        # In the registers of the last part: its sum is taken up before they are written.
+        partial = warpgroup_mma_wait(0, deps=[warpgroup_mma(left, v, partial, use_acc=False, is_async=True)])
+        total = total[1:] + (total[0] * wide + partial,)  # noqa: RUF005
+        if kind.parts > 1:
+            _fence(slot)
+    return total
+
+
+@gluon.jit
 def _rounded(p, v_buffer, kind: gl.constexpr):
-    """Returns P in the dtype of V, in place, as words of four columns or two."""
-    if kind.fp8:
-        # Columns 2q, 2q + 1, 2q + 8, 2q + 9 of 16 become one word: V's keys are laid out in this order.
-        even, odd = gl.split(p.reshape([64, kind.block_kv // 16, 2, 4, 2]).permute([0, 1, 3, 2, 4]))
-        a, c = gl.split(even)
-        b, d = gl.split(odd)
-        return gl.inline_asm_elementwise(_WORD_OF_FP8, "=r,f,f,f,f", [a, b, c, d], gl.int32, True, 1)
-    else:
-        a, b = gl.split(p.reshape([64, kind.block_kv // 8, 4, 2]))
-        if v_buffer.dtype == gl.bfloat16:
-            return gl.inline_asm_elementwise(_WORD_OF_BF16, "=r,f,f", [a, b], gl.int32, True, 1)
-        else:
-            return gl.inline_asm_elementwise(_WORD_OF_FP16, "=r,f,f", [a, b], gl.int32, True, 1)
+    """Returns P in the 16 bits of V, in place, as words of two columns."""
+    a, b = gl.split(p.reshape([64, kind.block_kv // 8, 4, 2]))
+    word: gl.constexpr = _WORD_OF_BF16 if v_buffer.dtype == gl.bfloat16 else _WORD_OF_FP16
+    return gl.inline_asm_elementwise(word, "=r,f,f", [a, b], gl.int32, True, 1)
 
 
 @gluon.jit
@@ -572,9 +576,8 @@ def _scales_of(tile, log2_scale, scales, kind: gl.constexpr):
 
 @gluon.jit
 def _scores(q_tile, k_buffer, slot, kind: gl.constexpr):
-    keys: gl.constexpr = kind.block_kv
     # `use_acc=False`: the zeros are never read.
-    zeros = gl.zeros([64, keys], gl.float32, kind.scores)
+    zeros = gl.zeros([64, kind.block_kv], gl.float32, kind.scores)
     return warpgroup_mma(q_tile, k_buffer.index(slot).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
@@ -586,11 +589,8 @@ def _steps(
     """Adds tiles low ≤ i < high, counted from the last one; step i computes P V of tile i − 1."""
     # wait full[slot] ─▶ issue S = Q K(i)ᵀ ─▶ issue O += P(i − 1) V(i − 1) ─▶ wait for S ─▶ P(i) ─▶ wait for O
     #                                                                                └─▶ arrive on empty[slot]
-    output, words, row_max, row_sum, decay = state
-    k_buffer = buffers.k
+    total, partial, since, words, row_max, row_sum, decay = state
     v_buffer = buffers.v
-    full = barriers.full
-    empty = barriers.empty
     keys: gl.constexpr = kind.block_kv
     columns = gl.arange(0, keys, kind.column)
     for i in range(low, high):
@@ -598,30 +598,38 @@ def _steps(
         slot = at % kind.stages
         key = (end - 1 - i) * keys + columns
         factor, bias, weight = _scales_of(end - 1 - i, log2_scale, scales, kind)
-        mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
-        pending = _scores(q_tile, k_buffer, slot, kind)
-        output = _decayed(output, decay, kind)
-        left = _left(words, zero, v_buffer, kind)
-        product = warpgroup_mma(left, _value(v_buffer, slot, kind), output, is_async=True)
-        if kind.tiles.overlap:
-            scores = warpgroup_mma_wait(1, deps=[pending])
+        mbarrier.wait(barriers.full.index(slot), (at // kind.stages) & 1)
+        if not kind.tiles.overlap:
+            total = _add_parts(total, _left(words, zero, v_buffer, kind), v_buffer, slot, decay, kind)
+            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, buffers.k, slot, kind)])
+            mbarrier.arrive(barriers.empty.index(slot), count=1)
         else:
-            scores, output = warpgroup_mma_wait(0, deps=[pending, product])
-            mbarrier.arrive(empty.index(slot), count=1)
+            pending = _scores(q_tile, buffers.k, slot, kind)
+            goes_on = True
+            if kind.promote:
+                goes_on = at % kind.promote != 0
+                if at % kind.promote == 0:
+                    total = (total[0] * _columns_of(since, kind) + partial,)
+                since = gl.where(goes_on, since * decay, decay)
+            partial = _decayed(partial, decay, kind)
+            left = _left(words, zero, v_buffer, kind)
+            product = warpgroup_mma(left, _value(v_buffer, slot, kind), partial, use_acc=goes_on, is_async=True)
+            scores = warpgroup_mma_wait(1, deps=[pending])
         scores, factor = _seen(scores, factor, cap, key, mask, masked, kind)
-        if kind.optimistic:
-            words, sums, row_max, decay = _optimistic(scores, factor, bias, row_max, False, kind)
+        if kind.fp8:
+            words, sums, row_max, decay = _fp8_softmax(scores, factor, bias, row_max, False, kind)
             row_sum = row_sum * decay + sums * weight
         else:
-            p, row_max, decay = _powers(scores, factor, bias, row_max)
-            row_sum = _added(row_sum, decay, p, weight, kind)
+            p, row_max, decay = _powers(scores, factor, row_max)
+            row_sum = row_sum * gl.convert_layout(decay, gl.SliceLayout(1, row_sum.type.layout))[:, None]
+            row_sum += _sums(p, kind)
             words = _rounded(p, v_buffer, kind)
         if kind.tiles.overlap:
             # ptxas keeps the powers before this point, and the wait for the products behind it.
             _fence(end)
-            output = warpgroup_mma_wait(0, deps=[product])
-            mbarrier.arrive(empty.index(slot), count=1)
-    return State(output, words, row_max, row_sum, decay)
+            partial = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.arrive(barriers.empty.index(slot), count=1)
+    return State(total, partial, since, words, row_max, row_sum, decay)
 
 
 @gluon.jit
@@ -629,16 +637,12 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
     """One of the consumer warpgroups: computes 64 of the queries of each tile."""
     scales = arguments.scales
     buffers = arguments.buffers
-    k_buffer = buffers.k
     v_buffer = buffers.v
     barriers = arguments.barriers
     full = barriers.full
     empty = barriers.empty
     tokens = arguments.tokens
     window = arguments.window
-    log2_scale = arguments.log2_scale
-    cap = arguments.cap
-    width: gl.constexpr = kind.width
     keys: gl.constexpr = kind.block_kv
     columns = gl.arange(0, keys, kind.column)
     zero = gl.inline_asm_elementwise(_ZERO, "=r,r", [arguments.total], gl.int32, False, 1)
@@ -653,11 +657,12 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
         first_token = (batch * tokens.heads + head).to(gl.int64) * tokens.q + start_q
         row_max = gl.full([64], -1e30, gl.float32, kind.row)
         row_total = gl.full([64], 0.0, gl.float32, kind.row)
-        output = gl.zeros([64, width], gl.float32, kind.output)
+        zeros = gl.zeros([64, kind.columns], gl.float32, kind.output)
+        total = (zeros,) * kind.parts
         if end > begin:
             k_scale = scales.k
             v_scale = scales.v
-            factor = log2_scale
+            factor = arguments.log2_scale
             if kind.fp8:
                 kv_head = head // tokens.ratio
                 q_scale = scales.q + batch.to(gl.int64) * scales.q_batch + head * scales.q_head
@@ -667,7 +672,7 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
                 v_scale += scale_kv * scales.v_block
                 # A warpgroup may lie beyond the last query; it still needs a scale that exists.
                 row_block = gl.minimum(first_row, seq_q - 1) // SCALE_ROWS
-                factor = log2_scale * gl.load(q_scale + (scale_q + row_block) * scales.q_block)
+                factor = arguments.log2_scale * gl.load(q_scale + (scale_q + row_block) * scales.q_block)
             per_tile = KeyScales(k_scale, v_scale, scales.k_block, scales.v_block)
             diagonal = first_row + seq_kv - seq_q + gl.arange(0, 64, kind.row)
             last = gl.full([64], seq_kv - 1, gl.int32, kind.row)
@@ -697,17 +702,17 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
             slot = at % kind.stages
             mbarrier.wait(barriers.q_full.index(turn), (queries // kind.queries) & 1)
             mbarrier.wait(full.index(slot), (at // kind.stages) & 1)
-            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, k_buffer, slot, kind)])
+            scores = warpgroup_mma_wait(0, deps=[_scores(q_tile, buffers.k, slot, kind)])
             mbarrier.arrive(empty.index(slot), count=1)
             key = (end - 1 - first) * keys + columns
-            scores, first_factor = _seen(scores, first_factor, cap, key, mask, True, kind)
-            if kind.optimistic:
+            scores, first_factor = _seen(scores, first_factor, arguments.cap, key, mask, True, kind)
+            if kind.fp8:
                 reference = gl.full([64, 4], -1e30, gl.float32, kind.quad)
-                words, sums, reference, decay = _optimistic(scores, first_factor, bias, reference, True, kind)
-                state = State(output, words, reference, sums * weight, decay)
+                words, sums, reference, decay = _fp8_softmax(scores, first_factor, bias, reference, True, kind)
+                state = State(total, zeros, decay, words, reference, sums * weight, decay)
             else:
-                p, row_max, decay = _powers(scores, first_factor, bias, row_max)
-                state = State(output, _rounded(p, v_buffer, kind), row_max, _sums(p, kind) * weight, decay)
+                p, row_max, decay = _powers(scores, first_factor, row_max)
+                state = State(total, zeros, decay, _rounded(p, v_buffer, kind), row_max, _sums(p, kind), decay)
             # Tiles in the order of steps: masked by the diagonal, seen whole, masked by the window's far end.
             masked_first = gl.maximum(end - whole_end, first + 1)
             masked_last = tiles
@@ -724,11 +729,11 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
                     high = tiles
                 if part < 2 or kind.windowed:
                     state = _steps(
-                        low, high, end, count, state, q_tile, buffers, barriers, per_tile, factor, cap, mask, zero,
-                        part != 1, kind,
+                        low, high, end, count, state, q_tile, buffers, barriers, per_tile, factor, arguments.cap, mask,
+                        zero, part != 1, kind,
                     )  # fmt: skip
-            output, words, reference, row_sum, decay = state
-            if kind.optimistic:
+            total, partial, since, words, reference, row_sum, decay = state
+            if kind.fp8:
                 row_max = gl.convert_layout(gl.max(reference, 1), kind.row)
             else:
                 row_max = reference
@@ -736,16 +741,19 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
             # P V of the last tile is left: its V came in a stage of its own.
             count += tiles + 1
             slot = (count - 1) % kind.stages
-            output = _decayed(output, decay, kind)
-            mbarrier.wait(full.index(slot), ((count - 1) // kind.stages) & 1)
-            product = warpgroup_mma(
-                _left(words, zero, v_buffer, kind), _value(v_buffer, slot, kind), output, is_async=True
-            )
             row_total = gl.convert_layout(gl.sum(row_sum, 1), kind.row)
-            output = warpgroup_mma_wait(0, deps=[product])
+            mbarrier.wait(full.index(slot), ((count - 1) // kind.stages) & 1)
+            left = _left(words, zero, v_buffer, kind)
+            if not kind.tiles.overlap:
+                total = _add_parts(total, left, v_buffer, slot, decay, kind)
+            else:
+                partial = _decayed(partial, decay, kind)
+                product = warpgroup_mma(left, _value(v_buffer, slot, kind), partial, is_async=True)
+                partial = warpgroup_mma_wait(0, deps=[product])
+                total = (total[0] * _columns_of(since * decay, kind) + partial,) if kind.promote else (partial,)
             mbarrier.arrive(empty.index(slot), count=1)
             queries += 1
-        _finish(arguments.out, arguments.lse, output, row_max, row_total, first_token, first_row, seq_q, kind)
+        _finish(arguments.out, arguments.lse, total, row_max, row_total, first_token, first_row, seq_q, kind)
         # The number of the next tile, which the producer has taken for all warps of the program.
         mbarrier.wait(barriers.ticket_full, tickets & 1)
         index = gl.max(arguments.ticket.load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -754,22 +762,21 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
 
 
 @gluon.jit
-def _finish(out, lse, output, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
+def _finish(out, lse, total, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
     """Divides by the sum and writes; a row without a visible key has the sum 0."""
     # m is in units of log2, and P was 2^8 too large: ln Σ = (m − 8 + log2 total) · ln 2.
     seen = row_sum > 0
-    total = gl.where(seen, row_sum, 1.0)
-    output = output * gl.convert_layout(1.0 / total, kind.output_row)[:, None]
+    row_sum = gl.where(seen, row_sum, 1.0)
     row = first_row + gl.arange(0, 64, kind.output_row)
-    d = gl.arange(0, kind.width, kind.output_column)
-    inside = (row < seq_q)[:, None]
-    if kind.width != kind.dim:
-        inside = inside & (d < kind.dim)[None, :]
-    at = (first_token + row)[:, None] * kind.dim + d[None, :]
-    gl.store(out + at, output.to(out.dtype.element_ty), mask=inside)
+    for i in gl.static_range(kind.parts):
+        output = total[i] * gl.convert_layout(1.0 / row_sum, kind.output_row)[:, None]
+        d = i * kind.columns + gl.arange(0, kind.columns, kind.output_column)
+        inside = (row < seq_q)[:, None] & (d < kind.dim)[None, :]
+        at = (first_token + row)[:, None] * kind.dim + d[None, :]
+        gl.store(out + at, output.to(out.dtype.element_ty), mask=inside)
     if kind.with_lse:
         row_of_score = first_row + gl.arange(0, 64, kind.row)
-        value = (row_max - 8.0 + gl.log2(total)) * 0.6931471805599453
+        value = (row_max - 8.0 + gl.log2(row_sum)) * 0.6931471805599453
         gl.store(lse + first_token + row_of_score, gl.where(seen, value, float("-inf")), mask=row_of_score < seq_q)
 
 

@@ -143,7 +143,6 @@ class _Quantizer(DiffusersQuantizer):
 
 FP8_ATTENTION = "blockscale_fp8"
 """The name of our attention among diffusers' backends."""
-_FEW_KEYS = 1024  # beyond, Hopper's FP8 sums, of few bits, make V's mean too small: by a quarter over 33,272 keys
 
 
 def _fp8_attention(
@@ -154,15 +153,8 @@ def _fp8_attention(
     if attn_mask is not None or is_causal:
         native = _AttentionBackendRegistry._backends[AttentionBackendName.NATIVE]
         return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    centred, mean = value, None
-    if key.shape[1] > _FEW_KEYS:
-        centred = value - value.mean(1, keepdim=True)
-        # In 16 bit a small mean does not leave every value: what left is added again.
-        mean = (value - centred).mean(1, keepdim=True, dtype=torch.float32)
-        mean = mean.repeat_interleave(query.shape[2] // value.shape[2], 2)
-    q, k, v = (x.transpose(1, 2) for x in (query, key, centred))
-    out = attend_in_fp8(q, k, v, scale).transpose(1, 2)
-    return out if mean is None else (out + mean).to(query.dtype)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attend_in_fp8(q, k, v, scale).transpose(1, 2)
 
 
 if FP8_ATTENTION not in AttentionBackendName._value2member_map_:

@@ -14,8 +14,8 @@ import torch
 from interpreter import interpreted
 from slow_cases import quick_cases
 
-from quant.kernels.attention.attention_operands import DIMS, quantize_blocks, scale_blocks
-from quant.kernels.attention.forward import attention
+from quant.kernels.attention.attention_operands import DIMS, HEAD_DIMS, quantize_blocks, scale_blocks
+from quant.kernels.attention.forward import attention, fp8_attention
 from quant.kernels.attention.reference import reference
 
 triton = pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
@@ -269,7 +269,7 @@ def test_gpu_against_float64(name: str, dim: int) -> None:
     assert float((out.double().cpu() - expected).norm() / expected.norm()) < (P_ERROR if fp8 else BF16)
     seen = expected_lse > -math.inf
     assert bool((lse.cpu()[~seen] == -math.inf).all())
-    # Hopper's FP8 dots keep about 13 bits of their sums.
+    # Hopper's FP8 dots keep about 13 bits of a sum.
     torch.testing.assert_close(lse.double().cpu()[seen], expected_lse[seen], rtol=0, atol=1e-2 if fp8 else 1e-4)
 
 
@@ -337,8 +337,28 @@ def test_gpu_scores_that_outgrow_those_before(kind: str, dim: int, causal: bool)
     out, lse = (x.double().cpu() for x in attention(q.cuda(), k.cuda(), v.cuda(), return_lse=True, **device))
     assert bool(out.isfinite().all())
     assert float((out - expected).norm() / expected.norm()) < P_ERROR
-    # Hopper's FP8 dots keep about 13 bits of their sums.
+    # Hopper's FP8 dots keep about 13 bits of a sum.
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=2e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("op", ["attention", "fp8_attention"])
+def test_gpu_sums_over_many_keys_keep_the_mean_of_v(op: str, dim: int, causal: bool) -> None:
+    """One sum in Hopper's tensor cores over 32,760 keys would lose 30% of it."""
+    if op == "fp8_attention" and dim not in HEAD_DIMS:
+        pytest.skip(f"fp8_attention takes {HEAD_DIMS}")
+    q, k, v = (torch.randn(1, 1, n, dim, device="cuda") for n in (130, 32760, 32760))
+    q, k, v = (x.to(torch.float8_e4m3fn) for x in (q, k, v + 1))
+    ones = torch.ones(3, device="cuda")
+    options = dict.fromkeys(("q_scale", "k_scale", "v_scale"), ones[:1]) | {"causal": causal}
+    out = attention(q, k, v, **options) if op == "attention" else fp8_attention(q, k, v, ones, causal=causal)
+    expected = exact(q.cpu(), k.cpu(), v.cpu(), {"softmax_scale": 1 / math.sqrt(dim), "causal": causal})[0]
+    out = out.double().cpu()
+    # P is rounded to E4M3, which takes up to a thousandth from all rows alike.
+    assert abs(float((out * expected).sum() / expected.square().sum()) - 1) < 4e-3
+    assert float((out - expected).norm() / expected.norm()) < 6e-3
 
 
 def test_blocks_of_128_tokens_share_a_scale_by_their_largest_magnitude() -> None:
