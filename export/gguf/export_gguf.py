@@ -82,7 +82,6 @@ _SPLITS = {
 }
 """llama.cpp's names of rules that split a text, by the steps of `_steps`."""
 
-
 _WITHOUT_TOKENIZER = "a copy of the model without the tokenizer's files becomes a file for token ids"
 
 
@@ -310,7 +309,6 @@ _PACKERS: dict[str, Callable[[BlockScaledTensor], Tensor]] = {
     "MXFP4": _mxfp4,
     "NVFP4": _nvfp4,
 }
-
 
 _TYPES = {torch.float64: "F32", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # 16-bit tensors that llama.cpp wants in FP32: norms and biases, which have one dimension, and routers.

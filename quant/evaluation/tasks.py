@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from quant.base.errors import UserError, counted, near_file
 from quant.base.json_files import JsonData
 from quant.calibration.allocation.measure_choices import Answers
+from quant.calibration.attention_names import text_config
 from quant.calibration.evaluating import paired_interval, prepared
 from quant.calibration.outputs.logits import Logits, logits_of, run_probe
 from quant.calibration.session import Device, Session, device_of
@@ -65,7 +66,7 @@ def read_task(path: str | Path) -> list[Question]:
         if line.strip():
             try:
                 questions.append(_question(json.loads(line)))
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"task {path}, line {number}: {error}") from None
     if len({question.answer for question in questions}) < 2:
         same = f", and every answer is {questions[0].answer!r}" if questions else ""
@@ -103,6 +104,10 @@ def predict(
     shape, logits, answers = run_probe(model, ids).shape, Logits(model, output_head(model)), list[Prediction]()
     if len(shape) != 2 and shape[:2] != ids.shape:
         raise UserError(f"{type(model).__name__} has neither next tokens nor classes; a task cannot be put to it")
+    limit = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None) or math.inf
+    longest = max((question.prompt for question in questions), key=lambda prompt: len(_ids(tokenizer, prompt)))
+    if len(shape) != 2 and (tokens := len(_ids(tokenizer, longest))) >= limit:
+        raise UserError(f"{longest[:40]!r} …: {tokens:,} tokens, more than the model's {limit:,} positions; shorten it")
     with torch.no_grad():
         for question in questions:
             if len(shape) == 2:

@@ -187,7 +187,6 @@ def _candidates(
 # with its first token, or that has the vocabulary of another model, raises no error: calibration and evaluation then
 # run on garbage. The file itself has the right values, of which a missing `add_bos_token` means llama.cpp's defaults.
 
-
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # llama.cpp's types of tokens; the others are never matched
 _BEGIN_BY_DEFAULT = (
     "llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano", "tekken",

@@ -60,8 +60,12 @@ _PROMPTS = 16  # of the list that ships, where the user gives no number
 _CALLS = 4  # of each component that are kept of each prompt
 _ROOM = 3  # times the bytes of a pipeline that a GPU has free where all of it is moved there
 _HELD_OUT_CALLS = 10  # of each held-out prompt
+_FORMATS = ("nvfp4", "fp8_channel")  # of a budget, where the user names none
+_TIMESTEPS = 3  # at which it measures
 _OWN_ARGUMENTS = ("generator", "output_type", "return_dict")  # of pipelines, which a run gives itself
 _WHOLE = (".safetensors", ".ckpt", ".gguf")  # beside model_index.json: the original model in one file
+Prompt = tuple[int, dict[str, Any]]
+"""A prompt's number, which changes the seed, and the arguments of the pipeline for it, `prompt` among them."""
 
 
 @dataclass(frozen=True)
@@ -156,10 +160,6 @@ def _plan(request: Request, directory: Path) -> Plan:
         open_model(str(directory), meta=True).module if cls is None else pipelines.outline_of_denoiser(cls, directory)
     )
     return run(replace(_in_memory(request, model), dry_run=True)).plan
-
-
-Prompt = tuple[int, dict[str, Any]]
-"""A prompt's number, which changes the seed, and the arguments of the pipeline for it, `prompt` among them."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +263,8 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
 
 
 def _check_steps(pipe: Any, options: Mapping[str, Any], where: str) -> None:
-    steps, trained = options.get("num_inference_steps"), pipe.scheduler.config.get("num_train_timesteps")
+    steps = options.get("num_inference_steps")
+    trained = None if steps is None else pipe.scheduler.config.get("num_train_timesteps")
     if steps is not None and not (type(steps) is int and 1 <= steps <= (trained or steps)):
         has = f"has {trained} timesteps" if trained else "steps one or more times"
         has += f"; give a whole number from 1{f' to {trained}' * bool(trained)}"
@@ -380,10 +381,6 @@ class _NoiseError:
                 f"{self.table['all']:.4g}; give a lower limit, or more prompts"
             )
         return notes
-
-
-_FORMATS = ("nvfp4", "fp8_channel")  # where the user names none
-_TIMESTEPS = 3
 
 
 def choose_formats(

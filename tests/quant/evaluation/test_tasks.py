@@ -116,6 +116,13 @@ def test_a_model_and_its_original(model: nn.Module, tokenizer: Any, file: Callab
     assert alone.accuracy == result.baseline_accuracy and alone.interval is None
 
 
+def test_a_prompt_beyond_the_positions_is_refused(model: nn.Module, tokenizer: Any) -> None:
+    positions = model.config.max_position_embeddings
+    asked = [Question("w1", 0, ("w2", "w3")), Question(" ".join(["w4"] * positions), 1, ("w2", "w3"))]
+    with pytest.raises(UserError, match=rf"^'w4 w4 .* …: {positions} tokens, more than the model's {positions} posit"):
+        predict(model, tokenizer, asked)
+
+
 def test_classifiers_have_accuracy(tokenizer: Any, file: Callable[..., Path]) -> None:
     classifier = tiny_models.bert_classifier().eval()
     names = classifier.config.id2label
@@ -143,6 +150,7 @@ def test_classifiers_have_accuracy(tokenizer: Any, file: Callable[..., Path]) ->
     [
         ("{", "line 2: Expecting property name"),
         ("[1]", "line 2: not an object"),
+        ("[" * 100000, "line 2: maximum recursion depth exceeded"),
         ({"choices": ["a", "b"], "answer": 0}, 'line 2: "prompt" is missing'),
         ({"prompt": "q", "choices": ["a", "b"], "answer": 2}, 'line 2: "answer" is 2, and no number from 0 to 1'),
         ({"prompt": "q", "choices": ["a", "b"], "answer": "a"}, "line 2: \"answer\" is 'a', and no number"),
