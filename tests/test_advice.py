@@ -125,6 +125,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bloom().save_pretrained(case / "bloom")
     tiny_models.llama(num_hidden_layers=1, head_dim=320).save_pretrained(case / "wide")
     tiny_models.bert().save_pretrained(case / "bert")
+    tiny_models.bert_classifier(num_labels=1).save_pretrained(case / "reward")
     name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
     save_file({name: torch.zeros(4, 64)}, case / "lora.safetensors")
     save_file({"input_ids": IDS, "decoder_input_ids": IDS[:, :8].clone()}, case / "t5.safetensors")
@@ -322,6 +323,11 @@ COMMANDS = [
         "or token ids alone in safetensors",
         drop="--data {case}/named.safetensors",
         add="--data {ids}",
+    ),
+    Row(
+        "evaluate {case}/reward --text {case}/odd.safetensors --samples 2 --seqlen 8 --baseline {case}/reward",
+        "give inputs by name, as .safetensors",
+        instead="evaluate {case}/reward --data {case}/named.safetensors --samples 2 --baseline {case}/reward",
     ),
     # files that are no checkpoint
     Row(

@@ -128,7 +128,7 @@ def check_evaluable(model: nn.Module, rows: Tensor | Inputs) -> None:
     if output.dim() != 3 or output.shape[:2] != probe.shape:
         raise UserError(
             f"{name} cannot be evaluated on text: for 1 row of 2 tokens it gives {list(output.shape)}, and perplexity "
-            "takes one prediction for each token"
+            "takes one prediction for each token; give inputs by name, as .safetensors"
         )
 
 

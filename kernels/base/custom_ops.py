@@ -87,6 +87,8 @@ def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callabl
         if torch.is_grad_enabled():
             for position in positions:
                 if args[position] is not None and args[position].requires_grad:
+                    if torch._C._are_functorch_transforms_active():
+                        raise UserError(f"{op} takes no part in torch.func; take torch.autograd.functional.jacobian")
                     return function.apply(keyset, *args)
         # Below autograd a dual tensor would lose its tangent, which then counts as zero.
         if forward_ad._current_level >= 0 and any(

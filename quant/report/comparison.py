@@ -126,9 +126,7 @@ def _ratio(before: float | None, after: float | None) -> str:
 def _formats(layer: LayerResult | None) -> str:
     if layer is None:
         return "–"
-    if layer.format is None:
-        return "16 bit"
-    return f"{layer.format}@{layer.activation or '16bit'}"
+    return "16 bit" if layer.format is None else f"{layer.format}@{layer.activation or '16bit'}"
 
 
 def _error(layer: LayerResult | None, of_outputs: bool) -> float | None:

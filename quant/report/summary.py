@@ -236,9 +236,8 @@ def _verdict(report: Report, plan: Plan) -> str | None:
 
 def _usual_kl(weight: str, activation: str | None) -> float | None:
     inputs = 16 if activation is None else get_format(activation).element.bits
-    if inputs == 16 and weight in _USUAL_KL_OF_WEIGHTS:
-        return _USUAL_KL_OF_WEIGHTS[weight]
-    return _USUAL_KL.get((get_format(weight).element.bits, inputs))
+    usual = _USUAL_KL.get((get_format(weight).element.bits, inputs))
+    return _USUAL_KL_OF_WEIGHTS.get(weight, usual) if inputs == 16 else usual
 
 
 def _advice(plan: Plan) -> list[str]:

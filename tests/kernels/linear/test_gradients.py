@@ -205,6 +205,9 @@ def test_a_forward_derivative_is_refused(format: str, activation: str) -> None:
             call()
     with pytest.raises(UserError, match="create_graph=True asks for gradients of gradients"):
         torch.autograd.functional.jvp(layer, x, x)  # by two backward passes
+    for call in (torch.func.jacrev(layer), torch.func.grad(lambda x: layer(x).sum())):
+        with pytest.raises(UserError, match=r"quant.linear.* takes no part in torch\.func; take .*\.jacobian"):
+            call(x)
     torch.testing.assert_close(torch.autograd.functional.jacobian(layer, x), layer.dequantize())
     # A tangent that does not pass through the layer is right.
     _, tangent = torch.func.jvp(lambda y: 2 * y + layer(x), (torch.zeros(OUT),), (torch.ones(OUT),))
