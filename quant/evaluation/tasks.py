@@ -169,9 +169,7 @@ def _class(model: nn.Module, tokenizer: Any, question: Question) -> Prediction:
     if question.answer not in (range(logits.shape[-1]) if is_number else names):
         classes = f"0 to {logits.shape[-1] - 1}" if is_number else ", ".join(names)
         raise UserError(f"{question.prompt!r}: {question.answer!r} is none of the classes {classes}")
-    if is_number:
-        return number
-    return next(name for name, index in names.items() if index == number)
+    return number if is_number else next(name for name, index in names.items() if index == number)
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -91,6 +91,9 @@ def decide(job: Job) -> Decision:
         planned = decision.plan
         attends = planned.attention is not None
         check_attention(source.model, kv_cache=bool(planned.kv_text), attention=attends, plan=request.plan_file)
+        if planned.kv_layers and len(planned.kv_layers) != (layers := text_config(source.config).num_hidden_layers):
+            has = f"{len(planned.kv_layers)} formats in kv_layers, and the model has {layers} layers; give one for each"
+            raise UserError(f"{request.plan_file or 'the plan'}: {has}")
     if request.is_in_memory and request.out is None:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.

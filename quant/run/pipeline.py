@@ -266,8 +266,7 @@ def _check_steps(pipe: Any, options: Mapping[str, Any], where: str) -> None:
     steps = options.get("num_inference_steps")
     trained = None if steps is None else pipe.scheduler.config.get("num_train_timesteps")
     if steps is not None and not (type(steps) is int and 1 <= steps <= (trained or steps)):
-        has = f"has {trained} timesteps" if trained else "steps one or more times"
-        has += f"; give a whole number from 1{f' to {trained}' * bool(trained)}"
+        has = f"has {trained} timesteps; give a whole number from 1 to {trained}" if trained else "takes one or more"
         raise UserError(f"{where}num_inference_steps={steps}: {type(pipe.scheduler).__name__} {has}")
 
 

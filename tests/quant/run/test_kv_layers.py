@@ -163,6 +163,12 @@ def test_the_command_line(tmp_path: Path) -> None:
     assert len(plan.kv_layers) == LAYERS and len(set(plan.kv_layers)) > 1
     assert "within 7 bits a value" in plan.provenance["kv_layers"]["reason"]
     assert plan.provenance["allocation"]["memory"]["kv_cache"] == mixed_cache_bytes(_model().config, 64, 1, plan)
+    edited = {**json.loads(out.read_text()), "kv_layers": ["fp8"] * (LAYERS + 1)}
+    (tmp_path / "edited.json").write_text(json.dumps(edited))
+    arguments = ["quantize", tmp_path / "model", "--plan", tmp_path / "edited.json", "--out", tmp_path / "out"]
+    wrong = CliRunner().invoke(main, list(map(str, arguments)))
+    words = f"{LAYERS + 1} formats in kv_layers, and the model has {LAYERS} layers; give one for each"
+    assert wrong.exit_code == 2 and wrong.stderr.strip().endswith(f"edited.json: {words}")
     arguments = ["plan", "make", str(tmp_path / "model"), "--format", "fp8", "--kv-bits", "7", "--out", "x"]
     alone = CliRunner().invoke(main, list(map(str, arguments)))
     assert alone.exit_code == 2 and "--kv-bits goes with a budget or a limit" in alone.stderr
