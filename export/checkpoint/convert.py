@@ -46,27 +46,16 @@ from quant.recipes.plan_check import first_problem, fusion_warnings
 
 # Not copied: config files are written anew, and a report and checksums are of the old files.
 _NOT_COPIED = (
-    "config.json",
-    "model.safetensors.index.json",
-    CHECKSUMS,
-    PLAN_FILE,
-    "receipt.json",
-    "report.html",
-    "report.json",
+    "config.json", "model.safetensors.index.json", CHECKSUMS, PLAN_FILE, "receipt.json", "report.html", "report.json",
     modelopt.CONFIG_FILE,
-)
+)  # fmt: skip
 
 
 @in_own_modes
 def convert(
-    directory: str | Path,
-    out: str | Path,
-    to: str,
-    *,
-    overwrite: bool = False,
-    model: nn.Module | None = None,
+    directory: str | Path, out: str | Path, to: str, *, overwrite: bool = False, model: nn.Module | None = None,
     trust_remote_code: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Writes the checkpoint `directory` in the layout `to`: the same codes and scales, bit for bit, and its plan.
 
     The tensors are mapped from the files, so that only the shard that is being written is in memory.

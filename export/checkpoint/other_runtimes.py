@@ -304,14 +304,9 @@ class Trial:
 
 
 def trial_load(
-    directory: Path,
-    model: Any,
-    plan: Plan,
-    tensors: Mapping[str, Tensor | DeferredTensor],
-    names: StoredNames | None = None,
-    *,
-    allow_missing: bool = False,
-) -> Trial | None:
+    directory: Path, model: Any, plan: Plan, tensors: Mapping[str, Tensor | DeferredTensor],
+    names: StoredNames | None = None, *, allow_missing: bool = False,
+) -> Trial | None:  # fmt: skip
     """Loads a checkpoint on trial in transformers, or returns None where that cannot be tried.
 
     Of `tensors`, perhaps not yet written, only names, shapes and dtypes matter. Missing ones, and those without a

@@ -357,14 +357,9 @@ def _comparable(file: Path) -> Any:
 
 
 def save_state_dict(
-    tensors: Mapping[str, Tensor],
-    solved: Mapping[str, BlockScaledTensor],
-    plan: Plan,
-    directory: str | Path,
-    *,
-    overwrite: bool = False,
-    finish: Finish | None = None,
-) -> dict[str, str]:
+    tensors: Mapping[str, Tensor], solved: Mapping[str, BlockScaledTensor], plan: Plan, directory: str | Path, *,
+    overwrite: bool = False, finish: Finish | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Saves as `save`, for a bare state dict whose weights `solved`, by layer, were quantized by `plan`."""
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -77,14 +77,9 @@ class Verification(JsonData):
 
 
 def verify(
-    directory: str | Path,
-    model: nn.Module | None = None,
-    *,
-    source: str | Path | None = None,
-    runtime: str | None = None,
-    engine: Mapping[str, Any] | None = None,
-    trust_remote_code: bool = False,
-) -> Verification:
+    directory: str | Path, model: nn.Module | None = None, *, source: str | Path | None = None,
+    runtime: str | None = None, engine: Mapping[str, Any] | None = None, trust_remote_code: bool = False,
+) -> Verification:  # fmt: skip
     """Checks a quantized checkpoint, of either layout.
 
     Args:

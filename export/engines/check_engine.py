@@ -49,9 +49,10 @@ from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import outline
 from quant.export.onnx.engine_session import EngineSession, OnnxruntimeSession
 from quant.export.onnx.export_onnx import EXPORT_KEY, PLAN_KEY, own_metadata, read_record
-from quant.export.onnx.limits import narrowest_dtype, onnxruntime_problem, provider_device
+from quant.export.onnx.limits import load_graph, narrowest_dtype, onnxruntime_problem, provider_device
 from quant.export.onnx.serving import CAPACITY_KEY
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow
+from quant.export.tensorrt.engine_file import read_engine
 from quant.export.tensorrt.tensorrt_session import TensorrtSession, receipt_of, runs_here
 from quant.generate.generate import TextStream, cast_unquantized, end_tokens
 from quant.models.huggingface import load_tokenizer
@@ -203,7 +204,6 @@ def onnx_findings(path: Path, directory: Path, device: Device) -> tuple[str | No
     except UserError as error:
         return None, [AuditRow("the graph", UNPLANNED, f"not compared: {error}", True)]
     from quant.export.onnx.genai import CONFIG_FILE, other_genai_files
-    from quant.export.tensorrt.build import load_graph
     from quant.export.tensorrt.rebuild import AS_EXPORTED, audit_onnx
 
     metadata = own_metadata(load_graph(path))
@@ -230,10 +230,14 @@ def engine_facts(path: Path, directory: Path, rebuild: bool | None) -> tuple[lis
     record, plan = receipt["engine"], describe(directory)[0]
     if receipt.get("plan") not in (None, plan.digest()):
         raise UserError(f"{path} was built from another plan than that of {directory}: their digests differ")
+    own = read_engine(path).record
+    if (own.get("target"), own.get("builder")) not in ((None, None), (record["target"], record["backend"])):
+        built = f"{own['target']} by {own['builder']}"
+        raise UserError(f"{path} was built for {built}, and its receipt says otherwise; export it again")
     findings = audit_with_checkpoint(path, load(directory), plan, rebuild=rebuild)
     planned = [finding.passed for finding in findings if finding.planned != UNPLANNED]
     facts = [
-        ("engine", f"{record.get('backend')} for {record.get('target')}, {path.stat().st_size / 1e6:.1f} MB, whole"),
+        ("engine", f"{record['backend']} for {record['target']}, {path.stat().st_size / 1e6:.1f} MB, whole"),
         # Of a profile the part about token ids: `input_ids=1x1:8x1:32x1`.
         ("profiles", "; ".join(profile.partition(",")[0] for profile in record.get("profiles", ()))),
         ("audit", f"{sum(planned)} of {len(planned)} as planned and as in the checkpoint"),

@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, install_command, option
+from quant.base.atomic import destination
+from quant.base.errors import UserError, install_command, option, require
 from quant.calibration.session import Device, find_device
 from quant.export.onnx.expert_nodes import check_experts
 from quant.formats.format import Format
@@ -132,16 +133,38 @@ def loaded(path: Path, threads: int = 0, gpu: torch.device | None = None) -> Any
     except UserError:
         raise
     except Exception as error:  # onnxruntime has a class for each of its status codes, and no base of them
-        text = " ".join(str(error).split())
-        raise ValueError(
-            f"{path.name}: onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
-        ) from error
+        if importlib.util.find_spec("onnx") is not None:
+            load_graph(path)  # damage is named as such
+        text, name = " ".join(str(error).split()), destination(path)
+        said = f"onnxruntime {onnxruntime.__version__} does not load it: {text[:300]}; {hint}"
+        raise ValueError(f"{name}: {said}") from error
     if gpu is not None and session.get_providers()[0] != _CUDA:
         raise ValueError(
             f"{path.name}: onnxruntime {onnxruntime.__version__} does not find the CUDA libraries that it needs; "
             f"`python -c 'import onnxruntime; onnxruntime.preload_dlls()'` names them, and {hint}"
         )
     return session
+
+
+def load_graph(path: Path) -> Any:
+    """Loads the ONNX model in a file, its external data left on disk; ValueError for a file that is damaged."""
+    onnx = require("onnx", "onnx")
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such ONNX file")
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception as error:  # protobuf's own exception class, which is in no fixed module
+        raise ValueError(f"{path}: not an ONNX file, or a damaged one ({error}); copy or export it again") from error
+    if not model.graph.node:
+        raise ValueError(f"{path}: not an ONNX file, or one without a graph; copy or export it again")
+    for tensor in (tensor for tensor in model.graph.initializer if tensor.data_location == tensor.EXTERNAL):
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        file = path.parent / where["location"]
+        if not file.is_file():
+            raise ValueError(f"{path}: its weights {where['location']} are missing; the two files belong together")
+        if int(where.get("offset", 0)) + int(where.get("length", 0)) > file.stat().st_size:
+            raise ValueError(f"{file}: ends before {tensor.name}: it was cut off; copy or export it again")
+    return model
 
 
 def is_older() -> bool:

@@ -322,13 +322,10 @@ Dims = Mapping[str, Mapping[int, str]]
 
 
 def trace_for_torch(
-    model: nn.Module,
-    inputs: Mapping[str, Tensor],
-    *,
-    dims: Dims | None = None,
+    model: nn.Module, inputs: Mapping[str, Tensor], *, dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
-) -> torch.export.ExportedProgram:
+) -> torch.export.ExportedProgram:  # fmt: skip
     """Returns a model as a graph of one pass for a compiler of PyTorch, with an op for each layer and attention.
 
     Inputs keep their names, and outputs their nests. Arguments are as for `export_aoti`. Raises ValueError for a model

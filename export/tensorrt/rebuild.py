@@ -40,8 +40,9 @@ from quant.export.onnx.export_onnx import (
     tracer_versions,
     write_onnx,
 )
+from quant.export.onnx.limits import load_graph
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
-from quant.export.tensorrt.build import BuildOptions, Progress, build_engine, describe_graph, load_graph
+from quant.export.tensorrt.build import BuildOptions, Progress, build_engine, describe_graph
 from quant.export.tensorrt.engine_file import Engine, read_engine, receipt_path
 from quant.export.tensorrt.gpu_targets import local_capability
 from quant.generate.generate import cast_unquantized

@@ -140,12 +140,15 @@ def read_receipt(path: Path) -> dict[str, Any]:
     def checked(document: Any) -> dict[str, Any]:
         fields = typed(dict[str, Any], document, "receipt")
         record = typed(dict[str, Any], fields.get("engine"), "engine")
-        for name in ("plan", "sha256", "target", "backend"):
-            typed(str | None, {**fields, **record}.get(name), name)
+        for name in ("sha256", "target", "backend"):
+            typed(str, record.get(name), name)
         typed(list[str], record.get("profiles", []), "profiles")
         return fields
 
-    return read_json(receipt, "a receipt of an engine", checked)
+    try:
+        return read_json(receipt, "a receipt of an engine", checked)
+    except ValueError as error:
+        raise UserError(f"{error}; export the engine again") from None
 
 
 def receipt_of(path: Path) -> dict[str, Any]:

@@ -99,7 +99,7 @@ def check_command(directory: str, **options: Any) -> None:
             f"`{measured}`"
         )
     exported = path.is_file() or is_export(path)
-    if path.suffix == ".safetensors" or (path.is_dir() and not exported):
+    if path.suffix in (".safetensors", ".json") or (path.is_dir() and not exported):
         from quant.export.checkpoint.load import check_checkpoint
 
         check_checkpoint(path)

@@ -27,6 +27,7 @@ from transformers import AutoConfig, LlamaForCausalLM
 
 from quant.calibration.walk import step_store
 from quant.cli.main import COMMANDS
+from quant.export.checkpoint.files.tensor_file import sha256_of
 
 _IMPORTED = (
     "accelerate", "compressed_tensors", "datasets", "gguf", "onnx", "onnxruntime", "onnxscript",
@@ -65,7 +66,7 @@ class ChangedFile:
     def inputs(self, command: str) -> list[str]:
         """What stands in `in` while a command runs, files and directories."""
         named = [word.removeprefix("in/").partition("/")[0] for word in command.split() if word.startswith("in/")]
-        beside = [f"{name}.json" for name in named if name.endswith(".engine")]
+        beside = [f"{name}.json" for name in named if name == "m.engine"]
         return sorted({*named, *beside, *filter(None, [self.file.partition("/")[0]])})
 
 
@@ -162,7 +163,7 @@ def _texts(home: Path) -> None:
 
 
 def _engine(home: Path) -> None:
-    """What `quant check` reads of an engine: its program as text, and the receipt beside it."""
+    """What `quant check` reads of an engine: its program as text, and the receipt beside one of two copies."""
     nodes = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up", "down")]
     tensors = "".join(
         f' tensor={{ dims={{ 256 128 }} name="w{i}" const_payload_size=9 type=fp4_e2m1 }}\n'
@@ -175,13 +176,13 @@ def _engine(home: Path) -> None:
         for i, node in enumerate(nodes)
     )
     text = f"header {{\n  version = 1\n}}\n{tensors}\nmain {{\n{lines}}}\n"
-    (home / "m.engine").write_bytes(bytes(64) + text.encode() + bytes(64))
+    for name in ("bare.engine", "m.engine"):
+        (home / name).write_bytes(bytes(64) + text.encode() + bytes(64))
     receipt = json.loads((home / "receipt.json").read_text())
     digest = json.loads((home / "ckpt" / "report.json").read_text())["plan_digest"]
     known = {"attention_nodes": ["model.layers.0.self_attn/Attention"], "layers": nodes}
-    (home / "m.engine.json").write_text(
-        json.dumps({**receipt, "plan": digest, "engine": {"contents": known}}), encoding="utf-8"
-    )
+    engine = {"contents": known, "sha256": sha256_of(home / "m.engine"), "target": "sm120", "backend": "tensorrt_rtx 1"}
+    (home / "m.engine.json").write_text(json.dumps({**receipt, "plan": digest, "engine": engine}), encoding="utf-8")
 
 
 def _unfinished(home: Path) -> str:
@@ -272,7 +273,7 @@ def _targets(step: str) -> list[ChangedFile]:
         ChangedFile("plan.json", "json", plans, 12),
         ChangedFile("recipe.toml", "toml", recipes, 6),
         ChangedFile("receipt.json", "json", ["report in/ckpt --receipt in/receipt.json"]),
-        ChangedFile("m.engine", "text", audits, 3),
+        ChangedFile("bare.engine", "text", [audit.replace("in/m.", "in/bare.") for audit in audits], 3),
         ChangedFile("m.engine.json", "json", audits, 3),
         ChangedFile("scores.json", "json", [scored]),
         ChangedFile("times.json", "json", [timed], 3),

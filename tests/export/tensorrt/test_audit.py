@@ -16,6 +16,7 @@ from samples import BASE
 
 import quant
 from quant.cli.main import main
+from quant.export.checkpoint.files.tensor_file import sha256_of
 from quant.export.tensorrt.audit import audit, failures, planned_precision
 from quant.export.tensorrt.build import BuildOptions, audit_built, export_engine
 from quant.export.tensorrt.engine_file import _updated_inputs, read_engine
@@ -188,7 +189,8 @@ def test_command(graphs: Any, build: Callable[..., Any], tmp_path: Path) -> None
 def test_command_refuses_the_plan_of_another_engine(graphs: Any, build: Callable[..., Any], tmp_path: Path) -> None:
     engine = build(graphs.chain("fp8"), shapes=SHAPES)
     plan_of(("fp8", "fp8")).save(tmp_path / "plan.json")
-    Path(f"{engine.path}.json").write_text(json.dumps({"plan": "0" * 64}))
+    receipt = {"plan": "0" * 64, "engine": {"sha256": sha256_of(engine.path), "target": "sm120", "backend": "other"}}
+    Path(f"{engine.path}.json").write_text(json.dumps(receipt))
     result = CliRunner().invoke(main, ["check", str(engine.path), "--plan", str(tmp_path / "plan.json")])
     assert result.exit_code == 2
     assert "another plan" in result.stderr

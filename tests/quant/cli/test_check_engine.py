@@ -100,7 +100,8 @@ def test_texts_of_several_prompts(files: tuple[Path, Path]) -> None:
         (["generate", "DIR", "--engine", "OUT", "--prompt", "a", "--max-new-tokens", "96"], "the cache holds 96"),
         (["generate", "OUT", "--engine", "OUT", "--prompt", "a"], "is an export; name the checkpoint"),
         (["generate", "DIR", "--engine", "DIR", "--prompt", "a"], "no such file; name an ONNX file, engine or"),
-        (["check", "DIR/plan.json", "--source", "DIR"], "its receipt plan.json.json is missing"),
+        (["check", "DIR/plan.json", "--source", "DIR"], "is a file of a checkpoint; name its directory"),
+        (["check", "OUT/receipt.json"], "no directory of a checkpoint; `quant plan show` shows a plan"),
         (["check", "OUT", "--source", "OUT"], "is an export; name the checkpoint"),
     ],
 )
@@ -237,24 +238,92 @@ def test_an_adapter_is_no_checkpoint(files: tuple[Path, Path], tmp_path: Path, m
     assert run("export", "DIR", "--to", "modelopt").exit_code == 0
 
 
-def test_an_engine_on_a_machine_without_its_gpu(files: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def engine(files: tuple[Path, Path]) -> Path:
+    """An engine of the checkpoint, and its receipt."""
     pytest.importorskip("tensorrt_rtx", reason="needs the extra tensorrt-rtx")
-    checkpoint, engine = files[0], tmp_path / "model.engine"
-    arguments = ["export", checkpoint, "--to", "tensorrt", "--target", "sm89", "--out", engine, "--quiet"]
+    path = files[0].with_name("model.engine")
+    arguments = ["export", files[0], "--to", "tensorrt", "--target", "sm89", "--out", path, "--quiet"]
     result = run(*arguments, "--capacity", 96, "--dtype", "fp16")
     assert result.exit_code == 0, result.output
-    checked = run("check", engine, "--source", checkpoint)
+    return path
+
+
+def test_an_engine_on_a_machine_without_its_gpu(files: tuple[Path, Path], engine: Path, tmp_path: Path) -> None:
+    checked = run("check", engine, "--source", files[0])
     assert checked.exit_code == 0, checked.output
     for words in ("for sm89", "whole", "as the checkpoint is built", "not run"):
         assert words in checked.stdout
-    refused = run("generate", checkpoint, "--engine", engine, "--prompt", "a")
+    refused = run("generate", files[0], "--engine", engine, "--prompt", "a")
     assert refused.exit_code == 2 and "runs on a GPU of sm89, and this machine has no GPU" in refused.stderr
-    engine.write_bytes(engine.read_bytes()[:-1] + b"x")
-    damaged = run("check", engine, "--source", checkpoint)
-    assert (
-        damaged.exit_code == 2
-        and "is not the file that model.engine.json describes: their SHA-256 differ; export it again" in damaged.stderr
-    )
+    damaged = Path(shutil.copy(engine, tmp_path))
+    shutil.copy(f"{engine}.json", tmp_path)
+    damaged.write_bytes(engine.read_bytes()[:-1] + b"x")
+    said = f"error: {damaged} is not the file that model.engine.json describes: their SHA-256 differ; export it again\n"
+    for options in (["--source", files[0]], ["--checkpoint", files[0]], []):
+        result = run("check", damaged, *options)
+        assert (result.exit_code, result.stderr) == (2, said)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda receipt: receipt.pop("engine"), "not a receipt of an engine: engine: expected an object, not None"),
+        (lambda receipt: receipt["engine"].pop("sha256"), "sha256: expected text, not None; export the engine again"),
+        (lambda receipt: receipt["engine"].update(target=5), "target: expected text, not 5; export the engine again"),
+        (
+            lambda receipt: receipt["engine"].update(profiles=3),
+            "profiles: expected a list, not 3; export the engine again",
+        ),
+        (lambda receipt: receipt["engine"].update(target="sm120"), "built for sm89 by tensorrt_rtx"),
+        (
+            lambda receipt: receipt["engine"].update(backend="tensorrt 10.1"),
+            "and its receipt says otherwise; export it",
+        ),
+        (lambda receipt: receipt.update(plan="0" * 64), "was built from another plan than that of"),
+    ],
+)
+def test_a_receipt_that_was_changed(
+    files: tuple[Path, Path], engine: Path, tmp_path: Path, change: Any, words: str
+) -> None:
+    receipt = json.loads(Path(f"{engine}.json").read_text())
+    change(receipt)
+    path = shutil.copy(engine, tmp_path)
+    Path(f"{path}.json").write_text(json.dumps(receipt))
+    result = run("check", path, "--source", files[0])
+    assert (result.exit_code, result.stdout) == (2, "") and str(path) in result.stderr, result.output
+    assert words in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+@pytest.mark.parametrize("command", ["check", "generate"])
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("model.onnx.data", cut, "model.onnx.data: ends before"),
+        ("model.onnx.data", Path.unlink, "model.onnx: its weights model.onnx.data are missing; the two files belong"),
+        ("model.onnx", cut, "model.onnx: not an ONNX file, or a damaged one ("),
+        (
+            "model.onnx",
+            lambda path: path.write_bytes(b""),
+            "model.onnx: not an ONNX file, or one without a graph; copy",
+        ),
+    ],
+)
+def test_a_damaged_onnx_file(
+    files: tuple[Path, Path], tmp_path: Path, command: str, name: str, change: Any, words: str
+) -> None:
+    """onnxruntime's own messages name neither the damage nor the file of weights."""
+    model = onnx.load(files[1] / "model.onnx")
+    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="model.onnx.data")
+    change(tmp_path / name)
+    options = ["--source", files[0]] if command == "check" else ["--engine", tmp_path, "--prompt", "a"]
+    result = run(command, tmp_path if command == "check" else files[0], *options)
+    assert (result.exit_code, result.stdout) == (2, ""), result.output
+    assert f"{tmp_path}/{words}" in result.stderr and len(result.stderr.splitlines()) == 1
 
 
 def test_the_tensorrt_session_calls_what_the_bindings_have() -> None:
