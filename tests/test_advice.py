@@ -261,10 +261,10 @@ COMMANDS = [
     ),
     # formats and solvers
     Row(
-        "quantize {case}/bare --format q4_k --effort 0 --out {out}.gguf",
-        "did you mean q4_k_s?",
-        drop="--format q4_k",
-        add="--format q4_k_s",
+        "quantize {case}/bare --format q4k_m --effort 0 --out {out}.gguf",
+        "did you mean q4_k_m?",
+        drop="--format q4k_m",
+        add="--format q4_k_m",
     ),
     Row(
         Q + "--format q8_0 --effort 0",
