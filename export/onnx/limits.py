@@ -153,6 +153,8 @@ def load_graph(path: Path) -> Any:
         raise FileNotFoundError(f"{path}: no such ONNX file")
     try:
         model = onnx.load(path, load_external_data=False)
+    except OSError:
+        raise
     except Exception as error:  # protobuf's own exception class, which is in no fixed module
         raise ValueError(f"{path}: not an ONNX file, or a damaged one ({error}); copy or export it again") from error
     if not model.graph.node:

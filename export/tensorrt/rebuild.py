@@ -26,6 +26,7 @@ from typing import Any
 
 from torch import nn
 
+from quant.base.atomic import not_written
 from quant.base.errors import UserError
 from quant.export.kinds import CHOICES
 from quant.export.onnx.export_onnx import (
@@ -146,6 +147,8 @@ def _exported_again(
         return exported, write_onnx(model, folder / "model.onnx", **options, attention=attention, plan=plan)
     except ValueError as error:
         raise UserError(f"{where} {EXPORT_KEY} does not fit the checkpoint: {error}") from error
+    except OSError as error:  # the disk of temporary files is full
+        raise not_written(folder / "model.onnx", error) from None
 
 
 def _other_metadata(found: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[AuditRow]:

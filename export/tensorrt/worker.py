@@ -71,10 +71,17 @@ def build(request: dict[str, Any], out: TextIO) -> dict[str, Any]:
                 known = ", ".join(word.lower() for word in dir(trt.ComputeCapability) if word.startswith("SM"))
                 raise BuildError(f"this {trt.__name__} {trt.__version__} builds for {known}, not for {name.lower()}")
             config.set_compute_capability(capability, index)
-    with open(request["engine"], "wb") as file:
-        writer = _writer(trt, file)
-        if not builder.build_serialized_network_to_stream(network, config, writer):
-            raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
+    try:
+        with open(request["engine"], "wb") as file:
+            writer = _writer(trt, file)
+            is_built = builder.build_serialized_network_to_stream(network, config, writer)
+            if writer.error is not None:
+                raise writer.error
+            if not is_built:
+                raise BuildError(logger.worst or "the builder gave no engine and no reason", logger.node)
+    except OSError as error:
+        reason = f"{error.strerror}; make room, and run the same command again"
+        raise BuildError(f"the engine cannot be written: {reason}") from error
     del monitor  # the bindings hold no reference to it, so it must live until here
     # File-backed pages included.
     return {"version": trt.__version__, "layers": network.num_layers, "peak_rss_bytes": peak_rss() or 0}
@@ -157,9 +164,14 @@ def _writer(trt: Any, file: BinaryIO) -> Any:
 
         def __init__(self) -> None:
             trt.IStreamWriter.__init__(self)
+            self.error: OSError | None = None  # the bindings drop it, and go on
 
         def write(self, data: Any) -> int:
-            return file.write(data)
+            try:
+                return file.write(data)
+            except OSError as error:
+                self.error = error
+                return 0
 
     return Writer()
 

@@ -457,6 +457,7 @@ def head_shapes(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def _opened(file: Path) -> Any:
+    file.open("rb").close()  # safetensors says of a file without permission that there is none
     try:
         return safe_open(file, framework="pt")
     except (SafetensorError, RuntimeError) as error:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +327,32 @@ def test_a_damaged_onnx_file(
     result = run(command, tmp_path if command == "check" else files[0], *options)
     assert (result.exit_code, result.stdout) == (2, ""), result.output
     assert f"{tmp_path}/{words}" in result.stderr and len(result.stderr.splitlines()) == 1
+
+
+def limited(kilobytes: int, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command in a process that writes no larger file, as on a full disk."""
+    program = f'ulimit -f {kilobytes}; exec {shlex.quote(sys.executable)} -m quant "$@"'
+    return subprocess.run(["bash", "-c", program, "quant", *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform == "win32", reason="needs ulimit")
+def test_a_disk_that_is_full(files: tuple[Path, Path], engine: Path, tmp_path: Path) -> None:
+    """Nothing half is left, and what was there stays; the bindings of TensorRT drop errors of writing."""
+    checkpoint, wanted = files[0], "cannot be written: File too large; make room, and run the same command again"
+    out, kept = tmp_path / "out", Path(shutil.copy(engine, tmp_path))
+    shutil.copy(f"{engine}.json", tmp_path)
+    cache = ["--capacity", 64, "--dtype", "fp16", "--quiet"]
+    failed = limited(200, "export", checkpoint, "--to", "onnx", "--out", out, *cache)
+    assert failed.returncode == 2 and failed.stderr == f"error: {out} {wanted}\n"
+    again = ["export", checkpoint, "--to", "tensorrt", "--target", "sm89", "--out", kept, "--overwrite", *cache]
+    failed = limited(3000, *again)
+    assert failed.returncode == 2 and failed.stderr.startswith(f"error: {kept}: tensorrt_rtx cannot build this graph: ")
+    assert failed.stderr.endswith(f"the engine {wanted}\n")
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model.engine", "model.engine.json"]
+    assert run("check", kept, "--source", checkpoint, "--no-rebuild").exit_code == 0
+    checked = limited(200, "check", files[1], "--source", checkpoint)
+    assert checked.returncode == 2 and checked.stderr.endswith(f"model.onnx {wanted}\n")
 
 
 def test_the_tensorrt_session_calls_what_the_bindings_have() -> None:
