@@ -58,11 +58,10 @@ def refuse_directory(path: Path) -> UserError:
     if (path / ADAPTER_CONFIG).is_file():
         return UserError(f"{path}: {_adapter_of(path)}")
     if (path / "model_index.json").is_file():
-        return UserError(
-            f"{path}: a pipeline of diffusers (model_index.json): `quantize {shlex.quote(str(path))} --format nvfp4 "
-            "--out DIR` quantizes one for quant.load_pipeline, and quant.quantize a module of it, such as "
-            "pipeline.transformer"
-        )
+        make = f"`quantize {shlex.quote(str(path))} --format nvfp4 --out DIR` quantizes one for quant.load_pipeline"
+        how = f"{make}, and quant.quantize a module of it, such as pipeline.transformer"
+        how = "quantized already, which quant.load_pipeline loads" if (path / "denoising.json").is_file() else how
+        return UserError(f"{path}: a pipeline of diffusers (model_index.json): {how}")
     files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and not _OF_TRAINERS.match(file.name))
     configs = (file for file in path.glob("*/config.json") if file.is_file())
     models = sorted(file.parent for file in configs if b'"model_type"' in file.read_bytes())

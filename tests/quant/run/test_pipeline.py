@@ -536,6 +536,20 @@ def test_a_pipeline_is_no_file(pipeline: Callable[[str], Path], tmp_path: Path) 
     assert result.exit_code and result.stderr.endswith(".gguf: a pipeline is written to a directory; name one\n")
 
 
+def test_a_pipeline_is_no_model_and_its_way_out_depends_on_what_it_is(
+    pipeline: Callable[[str], Path], tmp_path: Path
+) -> None:
+    for quantized, way_out in (
+        (False, "and quant.quantize a module of it"),
+        (True, "quantized already, which quant.lo"),
+    ):
+        shutil.copytree(pipeline("SD3"), directory := tmp_path / str(quantized))
+        if quantized:
+            (directory / "denoising.json").write_text("{}")
+        with pytest.raises(quant.UserError, match=rf"a pipeline of diffusers \(model_index\.json\): .*{way_out}"):
+            quant.open_model(directory)
+
+
 def test_load_pipeline_says_what_a_directory_is(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(quant.UserError, match="no component is quantized; make such a pipeline with"):
         quant.load_pipeline(pipeline("SD3"))
