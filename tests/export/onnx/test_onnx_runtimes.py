@@ -65,7 +65,12 @@ def test_a_file_that_onnxruntime_does_not_load_is_told(
 
 
 def test_an_older_onnxruntime_is_told_as_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "m.onnx").write_bytes(b"no graph")
+    import onnx
+
+    node = onnx.helper.make_node("NoSuchOperator", ["x"], ["y"])
+    values = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy"]
+    graph = onnx.helper.make_graph([node], "graph", values[:1], values[1:])
+    onnx.save(onnx.helper.make_model(graph), tmp_path / "m.onnx")
     with pytest.raises(ValueError, match=r"files are for TensorRT$"):
         loaded(tmp_path / "m.onnx")
     monkeypatch.setattr("onnxruntime.__version__", "1.30.0")
