@@ -16,6 +16,7 @@ Everything is computed on calls of the original, so that no step depends on an i
 import inspect
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
@@ -183,7 +184,7 @@ class _Prompts:
                 )
             source = request.calib[0]
             text = read_utf8(Path(source))
-            if source.lower().endswith((".csv", ".tsv")) or text.lstrip().startswith("["):
+            if source.lower().endswith((".csv", ".tsv")) or re.match(r'\s*\[\s*["{]', text):
                 raise UserError(
                     f'{source}: a table or list; give a prompt in each line, or {{"prompt": "…", "height": 512}}'
                 )
