@@ -107,7 +107,7 @@ def predict(
     limit = getattr(text_config(getattr(model, "config", None)), "max_position_embeddings", None) or math.inf
     longest = max((question.prompt for question in questions), key=lambda prompt: len(_ids(tokenizer, prompt)))
     if len(shape) != 2 and (tokens := len(_ids(tokenizer, longest))) >= limit:
-        raise UserError(f"{longest[:40]!r} …: {tokens:,} tokens, more than the model's {limit:,} positions; shorten it")
+        raise UserError(f"{longest[:40]!r} …: {tokens:,} tokens and an answer, and {limit:,} positions; shorten it")
     with torch.no_grad():
         for question in questions:
             if len(shape) == 2:
