@@ -223,7 +223,7 @@ def test_sources_that_are_not_quantized(files: tuple[Path, Path], tmp_path: Path
 
 def test_an_adapter_is_no_checkpoint(files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The way out works: the adapter is merged, quantized and exported."""
-    peft = pytest.importorskip("peft")
+    peft = pytest.importorskip("peft", reason="the extra training")
     base = files[0].with_name("base")
     model = quant.open_model(str(base)).model
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False, base_model_name_or_path=str(base))
