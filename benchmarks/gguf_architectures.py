@@ -1,8 +1,8 @@
 """This benchmark runs a small random model of every architecture through a GGUF file and llama.cpp.
 
 For each the table has the KL divergence of llama.cpp's logits from those of PyTorch, with the weights in FORMAT, or in
-16 bit. llama.cpp rounds inputs to eight bits while it multiplies by quantized weights. PYTHON has the package
-llama-cpp-py-sync.
+16 bit. llama.cpp rounds inputs to eight bits while it multiplies by quantized weights. `back` has that of the model
+which `quant.open_model` reads from the file. PYTHON has the package llama-cpp-py-sync.
 """
 
 from __future__ import annotations
@@ -68,7 +68,10 @@ def main(python: Path, formats: tuple[str, ...], only: tuple[str, ...], json_pat
                 except UserError:
                     row[format] = "refused"
                     continue
-                row[format] = divergence(model.float()(ids).logits.numpy(), llama.logits(file, ids.numpy()))
+                exact = model.float()(ids).logits.numpy()
+                row[format] = divergence(exact, llama.logits(file, ids.numpy()))
+                again: Any = quant.open_model(file, dtype="float32").model
+                row[f"{format}, back"] = divergence(exact, again(ids).logits.numpy())
         rows.append(row)
         print(row, flush=True)
     show(TITLE, {**machine(1), **versions("gguf", "transformers")}, rows, json_path=json_path)

@@ -33,8 +33,8 @@ from safetensors.torch import load_file
 import quant
 from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixture_rows
-from quant.export.gguf.architectures import architecture_of
 from quant.export.gguf.export_gguf import stored_vocabulary, write_gguf
+from quant.models.gguf_architectures import architecture_of
 from quant.models.open_model import open_model
 
 TITLE = "GGUF files beside llama.cpp's own"

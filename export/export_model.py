@@ -48,7 +48,6 @@ from quant.export.checkpoint.files.tensors import read_layer
 from quant.export.checkpoint.load import check_checkpoint, describe, load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, outline
 from quant.export.checkpoint.save import save
-from quant.export.gguf.architectures import head_dim
 from quant.export.gguf.export_gguf import check_gguf, gguf_notes, stored_vocabulary, vocabulary, write_gguf
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, DTYPES, KINDS, SEQLEN
 from quant.export.onnx.compare_with_torch import check_file, verify, worst_layer
@@ -72,6 +71,7 @@ from quant.kernels.attention.kv_pages import kv_format
 from quant.kernels.linear.conv import QuantConv
 from quant.kernels.linear.quant_linear import QuantLinear, refuse_residual
 from quant.models.files import SourceKind, find_checkpoint, local_gguf, packages_of
+from quant.models.gguf_architectures import head_dim
 from quant.models.huggingface import load_tokenizer, remote_code
 from quant.models.open_model import Source
 from quant.recipes.callers_model import unwrapped

@@ -37,9 +37,8 @@ tokenizer.json, from which the name follows; of a rule that is not in `_SPLITS` 
 import hashlib
 import json
 import math
-import re
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,14 +50,14 @@ from torch import Tensor, nn
 from quant.base.atomic import put_file, temporary_directory
 from quant.base.errors import UserError, require
 from quant.base.json_files import json_text
-from quant.export.gguf.architectures import Architecture, architecture_of, metadata_of
 from quant.formats.format import E2M1, E8M0, FP16, INT4, INT8, Format
 from quant.formats.rounding import unpack
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.quantized_module import QuantizedModule
-from quant.models.gguf import gguf_reader
+from quant.models import gguf_architectures as llama_cpp
+from quant.models.gguf import OWN_CONFIG, gguf_reader
+from quant.models.gguf_architectures import Architecture
 from quant.recipes.callers_model import refuse_adapters
-from quant.recipes.layers import stacking_of
 from quant.recipes.plan import Plan
 from quant.recipes.plan_make import embedding_format
 
@@ -66,22 +65,10 @@ from quant.recipes.plan_make import embedding_format
 _EMBEDDING_ROWS = 8192
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # llama.cpp's types of tokens
 
-_WORD = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_PATH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-_FIRST = r"[^\r\n\p{L}\p{N}]?"
 _SPLITS = {
-    ("bytes",): "gpt-2",
-    ("digits", "bytes"): "smollm",
-    (_WORD + r"\p{N}{1,3}" + _REST,): "llama-bpe",
-    (_WORD + r"\p{N}" + _REST,): "qwen2",
-    (f"{_FIRST}{_UPPER}*{_LOWER}+|{_FIRST}{_UPPER}+{_LOWER}*|" + r"\p{N}" + _PATH,): "tekken",
-    (f"{_FIRST}{_UPPER}*{_LOWER}+{_SHORT}|{_FIRST}{_UPPER}+{_LOWER}*{_SHORT}|" + r"\p{N}{1,3}" + _PATH,): "gpt-4o",
+    tuple(steps): name
+    for name, steps in tomllib.loads(Path(__file__).with_name("splits.toml").read_text(encoding="utf-8")).items()
 }
-"""llama.cpp's names of rules that split a text, by the steps of `_steps`."""
-
 _WITHOUT_TOKENIZER = "a copy of the model without the tokenizer's files becomes a file for token ids"
 
 
@@ -324,15 +311,6 @@ class Entry(NamedTuple):
     make: Callable[[], np.ndarray[Any, Any]]  # its values, or the bytes of its blocks
 
 
-def take(weight: BlockScaledTensor | Tensor, rows: Tensor | slice) -> BlockScaledTensor | Tensor:
-    """Returns rows `[..., out, in]` of the last but one dimension; of a vector, its elements."""
-    if isinstance(weight, Tensor):
-        return weight[rows] if weight.dim() == 1 else weight[..., rows, :]
-    codes, scale = weight.codes[..., rows, :], weight.scale[..., rows, :]
-    shape = (*weight.shape[:-2], *codes.shape[-2:-1], weight.shape[-1])
-    return replace(weight, codes=codes, scale=scale, shape=shape)
-
-
 def write_gguf(
     model: nn.Module, path: Path, plan: Plan | None = None, *, words: Mapping[str, Any] | None = None,
     device: torch.device | None = None, progress: Callable[[str, int, int], None] = lambda stage, done, total: None,
@@ -355,7 +333,7 @@ def write_gguf(
     gguf = require("gguf", "hf")
     config: Any = getattr(model, "config", None)
     architecture = check_gguf(model, plan)
-    fields, factors = metadata_of(config, architecture)
+    fields, factors = llama_cpp.metadata_of(config, architecture)
     entries = [*tensors_of(model, architecture, device), *(_dense(key, value) for key, value in factors.items())]
     types = [entry.kind for entry in entries]
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -364,7 +342,9 @@ def write_gguf(
         writer = gguf.GGUFWriter(file, architecture.name)
         _add(writer, {"general.name": path.stem, "general.quantization_version": 2})
         _add(writer, {f"{architecture.name}.{key}": value for key, value in fields.items()})
-        _add(writer, words or {"tokenizer.ggml.model": "no_vocab"})
+        own = {**config.to_diff_dict(), "architectures": [type(model).__name__]}
+        own = {key: value for key, value in own.items() if key not in ("quantization_config", "_name_or_path")}
+        _add(writer, {OWN_CONFIG: json_text(own), **(words or {"tokenizer.ggml.model": "no_vocab"})})
         for entry in entries:
             kind = gguf.GGMLQuantizationType[entry.kind]
             width, size = gguf.GGML_QUANT_SIZES[kind]
@@ -416,7 +396,7 @@ def _add(writer: Any, fields: Mapping[str, Any]) -> None:
 
 def check_gguf(model: nn.Module, plan: Plan | None) -> Architecture:
     """Returns how llama.cpp computes a model; UserError where it has no such model, format, or work for run time."""
-    architecture = architecture_of(getattr(model, "config", None))
+    architecture = llama_cpp.architecture_of(getattr(model, "config", None))
     refuse_adapters(model, "a GGUF file", "merge them first with quant.merge_lora")
     for layer in plan.quantized if plan is not None else ():
         if parts := layer.parts.to_dict():
@@ -474,85 +454,28 @@ def gguf_notes(model: nn.Module, plan: Plan | None) -> list[str]:
 
 def tensors_of(model: nn.Module, architecture: Architecture, device: torch.device | None = None) -> Iterator[Entry]:
     """Yields the tensors of the file; UserError for one that llama.cpp has no name or no type for."""
-    gguf = require("gguf", "hf")
-    config: Any = model.config
-    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
     formats = [module.weight_format for module in model.modules() if isinstance(module, QuantizedModule)]
-    weights = list(_weights(model))
-    is_tied = all(names.get_name(name, try_suffixes=(".weight",)) != "output.weight" for name, _ in weights)
+    weights, stored_name = list(llama_cpp.weights_of(model)), llama_cpp.tensor_names(model, architecture)
+    is_tied = all(name != "lm_head.weight" for name, _ in weights)
     for name, weight in weights:
         if isinstance(weight, Tensor) and weight.dim() == 2 and name.endswith("embed_tokens.weight"):
             format = embedding_format(formats, is_tied=is_tied, width=weight.shape[1])
             if format is not None:
-                stored = names.get_name(name, try_suffixes=(".weight",))
-                yield Entry(stored, format.gguf, tuple(weight.shape), partial(_rounded, weight, format, device))
+                yield Entry(
+                    stored_name(name), format.gguf, tuple(weight.shape), partial(_rounded, weight, format, device)
+                )
                 continue
         if isinstance(weight, BlockScaledTensor):
             _check_format(name, weight.format, weight.shape[-1], architecture)
-        for part, rows in _parts(name, weight, architecture, config):
-            for own, mapped in architecture.renamed.items():
-                part = part.replace(own, mapped)
-            stored = names.get_name(part, try_suffixes=(".weight", ".bias"))
-            if stored is None:
-                raise UserError(f"{name}: llama.cpp's {architecture.name} has no tensor for it")
-            yield from _entries(stored, rows)
+        for part, rows in llama_cpp.parts_of(name, weight, architecture, model.config):
+            shift = architecture.shift(name)
+            yield from _entries(stored_name(part), rows.float() + shift if shift and isinstance(rows, Tensor) else rows)
 
 
 def _rounded(weight: Tensor, format: Format, device: torch.device | None) -> np.ndarray[Any, Any]:
     """Returns the blocks of a matrix that the model has in 16 bit; rows are rounded by themselves, some at a time."""
     parts = weight.split(_EMBEDDING_ROWS)
     return np.concatenate([to_blocks(quantize(p.to(device or p.device), format, rule="mse").to("cpu")) for p in parts])
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
-    """Yields the weights of a model by the names of their tensors; matrices of experts are `[experts, out, in]`."""
-    tied, seen = (
-        getattr(model, "all_tied_weights_keys", None) or {},
-        dict(model.named_parameters(remove_duplicate=False)),
-    )
-    for path, module in model.named_modules():
-        quantized = module.quantized_weight if isinstance(module, QuantizedModule) else None
-        if quantized is not None:
-            # Experts are a parameter of their module, and have no suffix.
-            yield path if len(quantized.shape) == 3 else f"{path}.weight", quantized
-        for last, parameter in module.named_parameters(recurse=False):
-            name = f"{path}.{last}"
-            # A tied head is its embedding, unless that was quantized and it was not.
-            if name in tied and seen.get(tied[name]) is parameter:
-                continue
-            stacking = stacking_of(module, last) if parameter.dim() == 3 else None
-            yield name, parameter.detach() if stacking is None else stacking.matrices(parameter.detach())
-
-
-def _parts(
-    name: str, weight: BlockScaledTensor | Tensor, architecture: Architecture, config: Any
-) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
-    """Yields the tensors that llama.cpp has of one weight, by names that gguf maps, with its order of rows."""
-    if architecture.shifted and name.endswith("norm.weight"):
-        assert isinstance(weight, Tensor)
-        weight = weight.float() + 1
-    if architecture.permuted and (match := re.search(r"\.(q|k)_proj\.(?:weight|bias)$", name)):
-        heads = config.num_attention_heads
-        if match[1] == "k":
-            heads = config.num_key_value_heads or heads
-        order = torch.arange(weight.shape[0], device="cpu").view(heads, 2, -1).transpose(1, 2).flatten()
-        weight = take(weight, order)
-    if ".experts." not in name:
-        yield name, weight
-        return
-    experts, _, last = name.rpartition(".")
-    projection, suffix = (last.removesuffix("_bias"), ".bias") if last.endswith("_bias") else (last, ".weight")
-    if projection != "gate_up_proj":
-        yield f"{experts}.{projection}{suffix}", weight
-        return
-    # Matrices have gate above up here; gpt-oss keeps its biases alternating.
-    size = weight.shape[1 if suffix == ".bias" else -2]
-    alternates = suffix == ".bias" and architecture.name == "gpt-oss"
-    for index, half in enumerate(("gate_proj", "up_proj")):
-        part = slice(index, None, 2) if alternates else slice(index * size // 2, (index + 1) * size // 2)
-        own = weight[:, part] if suffix == ".bias" and isinstance(weight, Tensor) else take(weight, part)
-        yield f"{experts}.{half}{suffix}", own
 
 
 def _entries(stored: str, weight: BlockScaledTensor | Tensor) -> Iterator[Entry]:

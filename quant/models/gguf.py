@@ -19,16 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quant.base.errors import UserError, listed, option, require, warn
+from quant.models import gguf_architectures as llama_cpp
 from quant.models import huggingface
-from quant.models.files import one_line
+from quant.models.files import explained, one_line
 from quant.recipes.blocks import replaced
+from quant.recipes.layers import stacking_of
 
 # Rotary embeddings of a GGUF file: `set_rope` carries their scaling into the transformers config.
 #
@@ -286,6 +288,8 @@ def _alphabet() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(unprintable)}
 
 
+OWN_CONFIG = "blockscale.config"
+"""The key under which `write_gguf` keeps the whole config.json of a model, of which llama.cpp's metadata are a part."""
 _LOADER = "transformers.modeling_gguf_pytorch_utils"
 _BLOCK = re.compile(r"blk\.(\d+)\.")
 # Frequencies of rotary embeddings: `set_rope` reads the first kinds, and transformers computes the last.
@@ -307,6 +311,8 @@ def load(path: Path, dtype: torch.dtype | None, meta: bool) -> tuple[nn.Module, 
         dtype = dtype or own_dtype
         if meta:
             model = huggingface.outline(cls, config, dtype, path)
+        elif OWN_CONFIG in require("gguf", "hf").GGUFReader(path).fields:
+            model = _read_own(cls, config, dtype, path, stored)
         else:
             # NVFP4's global scales, float32, by the names of the tensors that they multiply.
             scales = {n: stored.get(n.replace(".weight", ".scale")) for n in stored if n.endswith(".weight")}
@@ -321,6 +327,51 @@ def load(path: Path, dtype: torch.dtype | None, meta: bool) -> tuple[nn.Module, 
     if hasattr(own, "_model_name_or_path"):  # the file's `general.name`, which the loader files under this name
         del own._model_name_or_path
     return model, types
+
+
+def _read_own(cls: Any, config: Any, dtype: torch.dtype, path: Path, stored: Mapping[str, Any]) -> nn.Module:
+    """Returns the model of a file that `write_gguf` wrote: its tensors in the rows where they were taken from."""
+    codecs, architecture = require("gguf.quants", "hf"), llama_cpp.architecture_of(config)
+    huggingface.outline(cls, config, dtype, path)  # whose size is checked
+    with explained(path), require("accelerate", "hf").init_empty_weights(include_buffers=False):
+        model = cls._from_config(config, dtype=dtype).eval()
+    model.tie_weights()  # which the context undoes
+    stored_name, state, used = llama_cpp.tensor_names(model, architecture), dict[str, Tensor](), set[str]()
+    for name, weight in cast(Any, llama_cpp.weights_of(model)):
+        is_vector = weight.dim() == 1 or name.endswith("_bias")  # of experts it is `[experts, out]`
+        axis = weight.dim() - (1 if is_vector else 2)
+        rows = torch.arange(weight.shape[axis]).view([-1 if i == axis else 1 for i in range(weight.dim())])
+        whole = torch.empty(weight.shape, dtype=weight.dtype)
+        for part, places in cast(Any, llama_cpp.parts_of(name, rows, architecture, config)):
+            tensor, scale = (stored.get(key := stored_name(part)), stored.get(key.replace(".weight", ".scale")))
+            shape = [*weight.shape[:axis], places.numel(), *weight.shape[axis + 1 :]]
+            if tensor is None or tensor.n_elements != math.prod(shape):
+                raise UserError(f"{path}: {key} is missing or of another size than its config says; export it again")
+            used |= {key, scale.name if scale is not None else key}
+            values = torch.tensor(codecs.dequantize(tensor.data, tensor.tensor_type)).view(shape)
+            if scale is not None and scale is not tensor:
+                values = values * torch.tensor(scale.data).view(-1, *[1] * (values.dim() - 1))
+            whole.index_copy_(axis, places.flatten(), (values - architecture.shift(name)).to(whole.dtype))
+        module, _, last = name.rpartition(".")
+        stacking = stacking_of(model.get_submodule(module), last) if weight.dim() == 3 else None
+        state[name] = whole if stacking is None else stacking.parameter(whole)
+    _refuse_dropped(model, path, sorted(stored.keys() - used))
+    model.load_state_dict(state, strict=False, assign=True)
+    model.tie_weights()
+    return model
+
+
+def _own_config(path: Path, config: Any, fields: Mapping[str, Any]) -> Any:
+    """Returns the config that `write_gguf` kept; UserError where metadata were changed since."""
+    architecture = llama_cpp.architecture_of(config)
+    for key, value in llama_cpp.metadata_of(config, architecture)[0].items():
+        stored = _value(fields, f"{architecture.name}.", key)
+        if stored != (float(np.float32(value)) if isinstance(value, float) else value):
+            raise UserError(
+                f"{path}: {architecture.name}.{key} is {stored}, and {value} in the config that {OWN_CONFIG} keeps: "
+                "metadata were changed after the file was written; export it again"
+            )
+    return config
 
 
 def _main_type(tensors: Iterable[Any]) -> tuple[torch.dtype, str | None]:
@@ -552,6 +603,8 @@ def read_config(path: Path) -> Any:
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     _refuse_without_model(path, file)
     try:
+        if (own := _value(file.fields, "", OWN_CONFIG)) is not None:
+            return _own_config(path, transformers.AutoConfig.for_model(**json.loads(own)), file.fields)
         config = transformers.AutoConfig.from_pretrained(
             path.parent, gguf_file=path.name, **huggingface.local_options()
         )

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
-from samples import BASE
+from samples import BASE, ROOT
+from slow_cases import quick_cases
 
 gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
 transformers = pytest.importorskip("transformers", reason="the extra hf")
 
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gguf_architectures  # noqa: E402 -- in benchmarks/
 from gguf_samples import permute  # noqa: E402 -- needs gguf
 
 import quant  # noqa: E402 -- as above
@@ -33,6 +37,8 @@ from quant.export.gguf.export_gguf import (  # noqa: E402 -- as above
 )
 from quant.formats.format import FORMATS, GGUF_FORMATS  # noqa: E402 -- as above
 from quant.formats.tensor import quantize  # noqa: E402 -- as above
+from quant.models.gguf import OWN_CONFIG  # noqa: E402 -- as above
+from quant.recipes.layers import stacking_of  # noqa: E402 -- as above
 from quant.recipes.plan import bits_per_weight  # noqa: E402 -- as above
 from quant.report.summary import WITHOUT_VOCABULARY, next_steps  # noqa: E402 -- as above
 from quant.run.request import AllocationRequest, Request  # noqa: E402 -- as above
@@ -129,13 +135,61 @@ def test_another_reader_computes_the_same(family: str, tmp_path: Path) -> None:
         assert (types["blk.0.attn_v.weight"], types["blk.1.attn_v.weight"]) == ("Q5_0", "Q8_0")
         embedding = read(tmp_path / "m.gguf")["token_embd.weight"]
         quantized.model.embed_tokens.weight.data.copy_(torch.from_numpy(embedding))
-    # transformers maps names, undoes the order of q and k, and reads the metadata, with its own code.
-    again = quant.open_model(tmp_path / "m.gguf", dtype="float32").model
+    # Without our config transformers maps names, undoes the order of q and k, and reads metadata, with its own code.
+    other = tmp_path / "other.gguf"
+    other.write_bytes((tmp_path / "m.gguf").read_bytes().replace(OWN_CONFIG.encode(), b"somebody.s.config"))
+    again = quant.open_model(other, dtype="float32").model
     assert again is not None
     ids = torch.randint(3, 64, (2, 40), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected, found = quantized(ids).logits, again(ids).logits
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("family", "format"),
+    quick_cases(
+        ((family, format) for family in gguf_architectures.MODELS for format in ("mxfp4a16", "nvfp4a16")),
+        lambda family, format: (family, format) in {
+            ("GptOss", "mxfp4a16"), ("Gemma3", "mxfp4a16"), ("Glm4", "mxfp4a16"), ("Qwen3Moe", "nvfp4a16"),
+        },
+    ),
+)  # fmt: skip
+def test_the_file_of_every_architecture_gives_its_weights_back(family: str, format: str, tmp_path: Path) -> None:
+    """Reading is writing backwards: rows in their places, experts stacked, norms as they were, embeddings tied."""
+    result = quant.quantize(gguf_architectures.build(family), format, solver="rtn")
+    if format == "nvfp4a16" and family not in ("Llama", "Mistral", "Mixtral", "Qwen3", "Qwen3Moe", "Cohere2"):
+        with pytest.raises(UserError, match="ignores the global scale that nvfp4 has"):
+            write_gguf(result.model, tmp_path / "m.gguf", result.plan)
+        return
+    write_gguf(result.model, tmp_path / "m.gguf", result.plan)
+    again = quant.open_model(tmp_path / "m.gguf", dtype="float32").model
+    assert type(again) is type(result.model)
+    kept, given = again.config.to_dict(), result.model.config.to_dict()
+    assert {key for key in kept | given if kept.get(key) != given.get(key)} <= {"architectures", "dtype"}
+    read_back = dict(again.named_parameters(remove_duplicate=False))
+    for name, parameter in result.model.named_parameters(remove_duplicate=False):
+        shift = 1 if family.startswith("Gemma") and "norm" in name else 0  # which rounds once more
+        expected = (parameter.float() + shift) - shift
+        assert torch.equal(read_back.pop(name), expected), name
+    for path, layer in result.model.named_modules():
+        if (stored := getattr(layer, "quantized_weight", None)) is not None:
+            name = path if len(stored.shape) == 3 else f"{path}.weight"
+            module, _, last = name.rpartition(".")
+            stacking = stacking_of(again.get_submodule(module), last) if len(stored.shape) == 3 else None
+            found = read_back.pop(name) if stacking is None else stacking.matrices(read_back.pop(name))
+            torch.testing.assert_close(found, stored.dequantize(torch.float32), rtol=2e-7, atol=0)
+    assert not read_back
+
+
+def test_metadata_that_were_changed_since_are_told(tmp_path: Path) -> None:
+    write_gguf(tiny_models.llama(**SIZES), tmp_path / "m.gguf")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    place = whole.index(b"llama.rope.freq_base") + len("llama.rope.freq_base") + 4
+    (tmp_path / "m.gguf").write_bytes(whole[:place] + np.float32(5e5).tobytes() + whole[place + 4 :])
+    said = r"m\.gguf: llama\.rope\.freq_base is 500000\.0, and 10000\.0 in the config that blockscale\.config keeps: "
+    with pytest.raises(UserError, match=said):
+        quant.open_model(tmp_path / "m.gguf")
 
 
 def test_export_from_a_checkpoint_and_the_codes_come_back(tmp_path: Path) -> None:

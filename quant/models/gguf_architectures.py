@@ -1,7 +1,7 @@
-"""What llama.cpp has to know of a model besides its weights: `ARCHITECTURES`, by the `model_type` of transformers.
+"""What llama.cpp has to know of a model besides its weights, and where the weights lie: `ARCHITECTURES`.
 
 llama.cpp computes each architecture by code of its own, with numbers from the file's metadata and others that are
-written in that code. `check` of an architecture refuses a config with another value for one of the latter: the file
+written in that code. `problems` of an architecture refuses a config with another value for one of the latter: the file
 would load, and compute something else.
 
 Tensors have llama.cpp's names, which the package gguf maps from those of transformers, and mostly the same values:
@@ -12,41 +12,62 @@ Tensors have llama.cpp's names, which the package gguf maps from those of transf
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, require
+from quant.formats.tensor import BlockScaledTensor
+from quant.kernels.linear.quantized_module import QuantizedModule
+from quant.recipes.layers import stacking_of
 
 Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp computes models of one `model_type`.
-
-    Attributes:
-        name: of llama.cpp, in front of the metadata.
-        fields: the metadata beyond those of every decoder, from the config.
-        check: yields why llama.cpp would compute something else than a config says.
-        permuted: whether rows of q and k are interleaved.
-        shifted: whether weights of norms grow by one.
-        renamed: parts of transformers' names, and those that gguf maps to llama.cpp's.
-        rope_types: scalings of rotary frequencies that its code knows.
-        scales: whether its code multiplies by NVFP4's global scales. Others load such a file, and ignore the scales.
-    """
+    """How llama.cpp computes models of one `model_type`; `gguf_architectures.toml` explains the fields."""
 
     name: str
-    fields: Callable[[Any], Fields] = lambda config: {}
-    check: Callable[[Any], Iterator[str]] = lambda config: iter(())
+    coded: Mapping[str, Any] = field(default_factory=dict)
+    checks: Sequence[str] = ()
+    copied: Mapping[str, str] = field(default_factory=dict)
+    computed: Sequence[str] = ()
+    written: Fields = field(default_factory=dict)
+    full_every: int = 0
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    rope_types: Sequence[str] = ("default", "linear", "yarn", "llama3")
     permuted: bool = False
     shifted: bool = False
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    rope_types: tuple[str, ...] = ("default", "linear", "yarn", "llama3")
     scales: bool = False
+
+    def shift(self, name: str) -> int:
+        """Returns what llama.cpp's values of the parameter `name` are larger by."""
+        return int(self.shifted and name.endswith("norm.weight"))
+
+    def problems(self, config: Any) -> Iterator[str]:
+        """Yields why llama.cpp would compute something else than a config says."""
+        yield from _differs(config, **self.coded)
+        for name in self.checks:
+            yield from _CHECKS[name](config)
+        if self.full_every:
+            yield from _windows(config, self.full_every)
+
+    def fields(self, config: Any) -> Fields:
+        """Returns the metadata beyond those of every decoder."""
+        copied = {key: getattr(config, name) for key, name in self.copied.items()}
+        numbers = {key: value if isinstance(value, bool) else float(value) for key, value in copied.items()}
+        return {
+            **numbers,
+            **self.written,
+            **{k: v for name in self.computed for k, v in _COMPUTED[name](config).items()},
+        }
 
 
 def head_dim(config: Any) -> int:
@@ -76,40 +97,23 @@ def _caps(config: Any) -> Fields:
     return {name: float(value) for name in caps if (value := getattr(config, name, None)) is not None}
 
 
-def _granite(config: Any) -> Fields:
-    return {
-        "attention.scale": float(config.attention_multiplier), "embedding_scale": float(config.embedding_multiplier),
-        "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling),
-    }  # fmt: skip
+def _gemma3_base(config: Any) -> Fields:
+    return {"rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"])}
 
 
 def _differs(config: Any, **coded: Any) -> Iterator[str]:
     """Yields the fields of a config that have another value than llama.cpp's code; one that is missing does not."""
-    for name, expected in coded.items():
-        if (value := getattr(config, name, expected)) != expected:
-            yield f"{name} is {value}, and {expected} in llama.cpp's code"
+    for name, value in coded.items():
+        expected = None if value == "none" else value
+        if (found := getattr(config, name, expected)) != expected:
+            yield f"{name} is {found}, and {expected} in llama.cpp's code"
 
 
-def _full_every(period: int) -> Callable[[Any], Iterator[str]]:
-    """Returns a check that every `period`-th block has full attention, and the others a sliding window."""
-
-    def check(config: Any) -> Iterator[str]:
-        types = list(getattr(config, "layer_types", None) or ())
-        coded = ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(len(types))]
-        if types != coded:
-            yield f"layer_types is not one full_attention in {period}, as in llama.cpp's code"
-
-    return check
-
-
-def _activation(name: str) -> Callable[[Any], Iterator[str]]:
-    return lambda config: _differs(
-        config, **{"hidden_act" if hasattr(config, "hidden_act") else "hidden_activation": name}
-    )
-
-
-def _all(*checks: Callable[[Any], Iterator[str]]) -> Callable[[Any], Iterator[str]]:
-    return lambda config: (problem for check in checks for problem in check(config))
+def _windows(config: Any, period: int) -> Iterator[str]:
+    """Yields a problem unless every `period`-th block has full attention, and the others a sliding window."""
+    types = list(getattr(config, "layer_types", None) or ())
+    if types != ["sliding_attention" if (i + 1) % period else "full_attention" for i in range(len(types))]:
+        yield f"layer_types is not one full_attention in {period}, as in llama.cpp's code"
 
 
 def _gemma(config: Any) -> Iterator[str]:
@@ -119,12 +123,7 @@ def _gemma(config: Any) -> Iterator[str]:
     yield from _differs(config, query_pre_attn_scalar=usual)
 
 
-def _gemma3_fields(config: Any) -> Fields:
-    base = config.rope_parameters["sliding_attention"]["rope_theta"]
-    return _window(config) | _caps(config) | {"rope.freq_base_swa": float(base)}
-
-
-def _gemma3_window(config: Any) -> Iterator[str]:
+def _gemma3(config: Any) -> Iterator[str]:
     local = config.rope_parameters.get("sliding_attention", {})
     yield from _differs(config, use_bidirectional_attention=False)
     if local.get("rope_type", "default") != "default":
@@ -149,7 +148,7 @@ def _whole_heads(config: Any) -> Iterator[str]:
 def _exaone_window(config: Any) -> Iterator[str]:
     # The code has windows for the 32B model, which it knows by its blocks, and rotates only within windows there.
     if config.num_hidden_layers == 64:
-        yield from _full_every(4)(config)
+        yield from _windows(config, 4)
         yield from _differs(config, sliding_window=4096)
     elif config.sliding_window:
         yield f"sliding_window is {config.sliding_window}, and llama.cpp's code has none with fewer than 64 blocks"
@@ -161,67 +160,15 @@ def _no_rope(config: Any) -> Iterator[str]:
         yield "no_rope_layers is not one block in 4, as in llama.cpp's code"
 
 
-_SILU = _activation("silu")
-_LLAMA = _all(_SILU, _whole_heads)
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture("llama", check=_LLAMA, permuted=True, scales=True),
-    "mistral": Architecture("llama", check=_LLAMA, permuted=True, scales=True),
-    "mixtral": Architecture("llama", _experts, _LLAMA, permuted=True, scales=True),
-    "arcee": Architecture("arcee", check=_activation("relu2"), permuted=True),
-    "smollm3": Architecture("smollm3", check=_all(_SILU, _qwen_window, _no_rope), permuted=True),
-    "granite": Architecture("granite", _granite, _LLAMA, permuted=True),
-    "qwen2": Architecture("qwen2", check=_all(_SILU, _qwen_window)),
-    "qwen3": Architecture("qwen3", check=_all(_SILU, _qwen_window), scales=True),
-    "qwen2_moe": Architecture(
-        "qwen2moe",
-        _experts,
-        _all(_SILU, _qwen_window, _all_sparse, lambda c: _differs(c, norm_topk_prob=False)),
-    ),
-    "qwen3_moe": Architecture(
-        "qwen3moe",
-        _experts,
-        _all(_SILU, _qwen_window, _all_sparse, lambda c: _differs(c, norm_topk_prob=True)),
-        scales=True,
-    ),
-    "olmo2": Architecture("olmo2", check=_SILU),
-    "olmoe": Architecture("olmoe", _experts, _all(_SILU, lambda c: _differs(c, norm_topk_prob=False, clip_qkv=None))),
-    "seed_oss": Architecture("seed_oss", check=_SILU),
-    "ernie4_5": Architecture("ernie4_5", check=_SILU),
-    "hunyuan_v1_dense": Architecture("hunyuan-dense", check=_SILU),
-    "exaone4": Architecture("exaone4", check=_all(_SILU, _exaone_window)),
-    "glm4": Architecture("glm4", check=_SILU),
-    "starcoder2": Architecture("starcoder2", check=_activation("gelu_pytorch_tanh")),
-    "stablelm": Architecture(
-        "stablelm", lambda c: {"use_parallel_residual": c.use_parallel_residual}, check=_SILU
-    ),
-    "phi": Architecture("phi2", check=lambda c: _differs(c, hidden_act="gelu_new", qk_layernorm=False)),
-    "phi3": Architecture(
-        "phi3",
-        lambda c: {"attention.sliding_window": int(c.sliding_window or 0)},
-        _SILU,
-        rope_types=("default", "longrope"),
-    ),
-    "gemma": Architecture("gemma", check=_whole_heads, shifted=True),
-    "gemma2": Architecture(
-        "gemma2", lambda c: _window(c) | _caps(c), _all(_gemma, _full_every(2)), shifted=True
-    ),
-    "gemma3_text": Architecture(
-        "gemma3", _gemma3_fields, _all(_gemma, _gemma3_window, _full_every(6)), shifted=True
-    ),
-    "gpt_oss": Architecture(
-        "gpt-oss", lambda c: _window(c) | _experts(c), _full_every(2),
-        renamed={"self_attn.sinks": "self_attn.sinks.weight"}, rope_types=("default", "yarn"),
-    ),
-    "cohere": Architecture(
-        "command-r", lambda c: {"logit_scale": float(c.logit_scale), "rope.scaling.type": "none"}, _SILU
-    ),
-    "cohere2": Architecture(
-        "cohere2", lambda c: _window(c) | {"logit_scale": float(c.logit_scale), "rope.scaling.type": "none"},
-        _all(_SILU, _full_every(4)), scales=True,
-    ),
+_COMPUTED = {"window": _window, "experts": _experts, "caps": _caps, "gemma3_base": _gemma3_base}
+_CHECKS = {
+    "gemma": _gemma, "gemma3": _gemma3, "qwen_window": _qwen_window, "all_sparse": _all_sparse,
+    "whole_heads": _whole_heads, "exaone_window": _exaone_window, "no_rope": _no_rope,
 }  # fmt: skip
-"""Architectures that were run in llama.cpp and compared with PyTorch (`benchmarks/gguf_architectures.py`)."""
+ARCHITECTURES = {
+    kind: Architecture(**entry)
+    for kind, entry in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+}
 
 
 def architecture_of(config: Any) -> Architecture:
@@ -233,7 +180,7 @@ def architecture_of(config: Any) -> Architecture:
             f"llama.cpp; it has {', '.join(sorted(ARCHITECTURES))}"
         )
     architecture = ARCHITECTURES[kind]
-    for problem in architecture.check(config):
+    for problem in architecture.problems(config):
         raise UserError(f"{kind}: {problem}: the file would compute something else, so it is not written")
     parameters = getattr(config, "rope_parameters", None) or {}
     scaling = parameters.get("full_attention", parameters).get("rope_type", "default")
@@ -310,3 +257,77 @@ def _divisors(parameters: Mapping[str, Any], base: float, width: int) -> Tensor:
     share = ((parameters["original_max_position_embeddings"] * turns - low) / (high - low)).clamp(0, 1)
     divisors: Tensor = 1 / ((1 - share) / parameters["factor"] + share)
     return divisors.float()
+
+
+def tensor_names(model: nn.Module, architecture: Architecture) -> Callable[[str], str]:
+    """Returns the function from the name of a part of a weight to llama.cpp's; UserError where it has none."""
+    gguf, config = require("gguf", "hf"), cast(Any, model.config)
+    kind = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(kind, config.num_hidden_layers)
+
+    def stored_name(part: str) -> str:
+        mapped = part
+        for own, other in architecture.renamed.items():
+            mapped = mapped.replace(own, other)
+        stored: str | None = names.get_name(mapped, try_suffixes=(".weight", ".bias"))
+        if stored is None:
+            raise UserError(f"{part}: llama.cpp's {architecture.name} has no tensor for it")
+        return stored
+
+    return stored_name
+
+
+def weights_of(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
+    """Yields the weights of a model by the names of their tensors; matrices of experts are `[experts, out, in]`."""
+    tied, seen = (
+        getattr(model, "all_tied_weights_keys", None) or {},
+        dict(model.named_parameters(remove_duplicate=False)),
+    )
+    for path, module in model.named_modules():
+        quantized = module.quantized_weight if isinstance(module, QuantizedModule) else None
+        if quantized is not None:
+            # Experts are a parameter of their module, and have no suffix.
+            yield path if len(quantized.shape) == 3 else f"{path}.weight", quantized
+        for last, parameter in module.named_parameters(recurse=False):
+            name = f"{path}.{last}"
+            # A tied head is its embedding, unless that was quantized and it was not.
+            if name in tied and seen.get(tied[name]) is parameter:
+                continue
+            stacking = stacking_of(module, last) if parameter.dim() == 3 else None
+            yield name, parameter.detach() if stacking is None else stacking.matrices(parameter.detach())
+
+
+def parts_of(
+    name: str, weight: BlockScaledTensor | Tensor, architecture: Architecture, config: Any
+) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
+    """Yields the tensors that llama.cpp has of one weight, by names that gguf maps, with its order of rows."""
+    if architecture.permuted and (match := re.search(r"\.(q|k)_proj\.(?:weight|bias)$", name)):
+        heads = config.num_attention_heads
+        if match[1] == "k":
+            heads = config.num_key_value_heads or heads
+        order = torch.arange(weight.shape[0], device="cpu").view(heads, 2, -1).transpose(1, 2).flatten()
+        weight = take(weight, order)
+    if ".experts." not in name:
+        yield name, weight
+        return
+    experts, _, last = name.rpartition(".")
+    projection, suffix = (last.removesuffix("_bias"), ".bias") if last.endswith("_bias") else (last, ".weight")
+    if projection != "gate_up_proj":
+        yield f"{experts}.{projection}{suffix}", weight
+        return
+    # Matrices have gate above up here; gpt-oss keeps its biases alternating.
+    size = weight.shape[1 if suffix == ".bias" else -2]
+    alternates = suffix == ".bias" and architecture.name == "gpt-oss"
+    for index, half in enumerate(("gate_proj", "up_proj")):
+        part = slice(index, None, 2) if alternates else slice(index * size // 2, (index + 1) * size // 2)
+        own = weight[:, part] if suffix == ".bias" and isinstance(weight, Tensor) else take(weight, part)
+        yield f"{experts}.{half}{suffix}", own
+
+
+def take(weight: BlockScaledTensor | Tensor, rows: Tensor | slice) -> BlockScaledTensor | Tensor:
+    """Returns rows `[..., out, in]` of the last but one dimension; of a vector, its elements."""
+    if isinstance(weight, Tensor):
+        return weight[rows] if weight.dim() == 1 else weight[..., rows, :]
+    codes, scale = weight.codes[..., rows, :], weight.scale[..., rows, :]
+    shape = (*weight.shape[:-2], *codes.shape[-2:-1], weight.shape[-1])
+    return replace(weight, codes=codes, scale=scale, shape=shape)
