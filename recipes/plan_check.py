@@ -132,6 +132,14 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
     return problems
 
 
+def count_problems(plan: Plan, config: Any) -> list[Problem]:
+    """Returns the problem of a plan whose `kv_layers` are not as many as the layers of a model of transformers."""
+    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    blocks = getattr(config, "num_hidden_layers", 0)
+    what = f"{len(plan.kv_layers)} formats in kv_layers, and the model has {blocks} layers"
+    return [Problem("plan", what, "give one for each")] if len(plan.kv_layers) not in (0, blocks) else []
+
+
 def first_problem(plan: Plan, target: str) -> str | None:
     """Returns the first reason why a runtime, a key of `TARGETS`, would not take a plan; None if it takes it."""
     return next((f"{each.where}: {each.what}" for each in validate(plan, target=TARGETS[target])), None)

@@ -112,7 +112,7 @@ def make_plan(
     else:
         layers, unknown = group_unseen(layers_of_state_dict(model)), NOT_RUN
     record: dict[str, Any] = {}
-    recipe = replace(recipe, rules=(*mix_rules(recipe.name, layers), *recipe.rules))
+    recipe = replace(recipe, rules=(*mix_rules(recipe, layers), *recipe.rules))
     if recipe.solver is None:
         recipe, record = _with_solver_of(effort, recipe, layers, model)
     # The name of a layer becomes a tensor name in a checkpoint, and the path at which it is replaced.
@@ -491,10 +491,15 @@ def _keep_whole_groups(layers: list[LayerPlan]) -> list[LayerPlan]:
 
 
 _BLOCK = re.compile(r"\.(\d+)\.")
+BY_CHOICE = " by choice"  # ends the names of an allocation's recipes; those of llama.cpp's formats include the head
 
 
-def mix_rules(name: str, layers: Sequence[Layer]) -> Iterator[Rule]:
-    """Yields the exceptions of the mix called `name` for the layers of a model; none for another recipe."""
+def mix_rules(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[Rule]:
+    """Yields the exceptions of a mix of llama.cpp for the layers of a model; none for another recipe."""
+    name, heads = recipe.name, [m.name for m in layers if m.kind == LayerKind.HEAD and m.tied_to is None]
+    if name.endswith(BY_CHOICE) and recipe.weight in GGUF_FORMATS:
+        chosen = "q8_0" if recipe.weight == "q8_0" else "q6_k"
+        yield from (Rule(head, chosen, KEEP, reason=f"output head: {chosen} as in llama.cpp's mixes") for head in heads)
     if name not in MIXES:
         return
     base, count = MIXES[name], 1 + max((_block(layer.name) for layer in layers), default=0)
@@ -502,7 +507,7 @@ def mix_rules(name: str, layers: Sequence[Layer]) -> Iterator[Rule]:
         index, last = _block(layer.name), layer.name.rpartition(".")[2]
         more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
         chosen = None
-        if layer.kind == LayerKind.HEAD and layer.tied_to is None:
+        if layer.name in heads:
             chosen = "q8_0" if base == "q8_0" else "q6_k"
         elif name.endswith("_m") and last in ("down_proj", "v_proj") and more:
             chosen = "q6_k"

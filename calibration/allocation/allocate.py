@@ -76,7 +76,7 @@ from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.blocks import as_linears, stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import LayerPlan, Plan, groups_of
-from quant.recipes.plan_make import make_plan
+from quant.recipes.plan_make import BY_CHOICE, make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched, near_glob
 from quant.recipes.targets import TARGETS, Target
 
@@ -89,7 +89,8 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     # Layers, kinds and groups are the same in all plans; only formats differ.
     base = next(iter(plans.values()))
     # A layer is open to choice if at least one format can quantize it; others keep 16 bit and count as fixed.
-    quantized = {layer.name for plan in plans.values() for layer in plan.quantized}
+    heads = [m for m in base.quantized if m.kind == LayerKind.HEAD and m.weight_format.gguf]
+    quantized = {m.name for plan in plans.values() for m in plan.quantized} - {m.name for m in heads}
     groups = groups_of([layer for layer in base.layers if layer.name in quantized])
     by_name = {c.name: c for c in candidates}
     # Some runtimes take each format by itself but not several in one checkpoint.
@@ -114,12 +115,12 @@ def make_space(model: nn.Module, goal: Goal, options: Options) -> Space:
     cache_bytes = mixed_cache_bytes(getattr(model, "config", None), goal.context, goal.batch, base)
     timing = goal.timing
     # A decoding step reads a row of an embedding, and a head that is tied to it in 16 bit: it has no bytes in the plan.
-    heads = [layer for layer in fixed_layers if layer.kind == LayerKind.HEAD and layer.tied_to is not None]
     bytes_read = sum(layer.nbytes for layer in fixed_layers if layer.kind != LayerKind.EMBEDDING)
-    bytes_read += cache_bytes + sum(2 * layer.numel for layer in heads)
+    bytes_read += cache_bytes + sum(2 * m.numel for m in fixed_layers if m.kind == LayerKind.HEAD and m.tied_to)
     return Space(
         base=base,
         groups=groups,
+        heads=heads,
         candidates=by_name,
         allowed=allowed,
         unplanned_bytes=unplanned_bytes,
@@ -138,9 +139,9 @@ def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Optio
     for candidate in (c for c in candidates if c.weight is not None):
         activation = candidate.activation.name if candidate.activation else KEEP
         kv_cache = options.kv_cache or KEEP
-        # Under the name of a mix of llama.cpp it would have that mix's exceptions, and a quantized output head.
-        name = f"{candidate.name} by choice"
-        recipe = Recipe(name, str(candidate.weight), activation, options.solver, kv_cache=kv_cache)
+        recipe = Recipe(
+            candidate.name + BY_CHOICE, str(candidate.weight), activation, options.solver, kv_cache=kv_cache
+        )
         try:
             plan = make_plan(model, recipe, include=options.include, exclude=options.exclude, run=options.run)
             plan = replace(plan, provenance={**(options.provenance or {}), **plan.provenance})
@@ -154,9 +155,7 @@ def _plan_each(model: nn.Module, candidates: Sequence[Candidate], options: Optio
 
 def _without_convs(plan: Plan) -> Plan:
     """Returns the plan with its convolutions in 16 bit; UserError if nothing else is quantized."""
-    reason = (
-        "convolution: scores and searches are for linear layers; without a budget, it is quantized as its format says"
-    )
+    reason = "convolution: scores and searches are for linear layers; without a budget it takes a format"
     convs = [layer for layer in plan.quantized if layer.kind == LayerKind.CONV]
     plan = plan.replace_layers(replace(layer, weight=None, activation=None, reason=reason) for layer in convs)
     if convs and not plan.quantized:

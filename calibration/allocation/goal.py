@@ -3,7 +3,7 @@
 `report.json` holds the record under "allocation" and the sensitivity table that it started from under "sensitivity".
 `kl` means KL(base‖model) in nats, of next tokens or of classes, or 1 − cosine of the embeddings for an encoder; `unit`
 says which. Bits are counted over all weights that the allocator may choose a format for, including weights that it left
-in 16 bit; codes, scales and pads count, and embeddings, norms and output heads do not.
+in 16 bit; codes, scales and pads count, embeddings and norms do not, and output heads do in llama.cpp's formats alone.
 
 A `Space` holds the choices of an allocation: its groups, the formats of each, and the memory that is fixed.
 
@@ -322,6 +322,7 @@ class Space:
 
     base: Plan
     groups: dict[str, list[LayerPlan]]
+    heads: list[LayerPlan]  # output heads in a format of llama.cpp, which bits count
     candidates: dict[str, Candidate]  # formats by name
     allowed: dict[str, list[Candidate]]
     unplanned_bytes: int  # bytes of tensors that are in no plan: biases, position tables
@@ -357,8 +358,12 @@ class Space:
 
     @property
     def numel(self) -> int:
-        """Number of weights that formats are chosen for."""
-        return sum(layer.numel for members in self.groups.values() for layer in members)
+        """Number of weights that bits count."""
+        return sum(layer.numel for members in (*self.groups.values(), self.heads) for layer in members)
+
+    def bits_of(self, size: float) -> float:
+        """Returns effective bits per weight where formats were chosen that take `size` bytes."""
+        return 8 * (size + sum(head.nbytes for head in self.heads)) / self.numel
 
     def named(self, choice: np.ndarray) -> dict[str, str]:
         """Returns the names of the formats of a choice, by group."""
@@ -367,15 +372,11 @@ class Space:
 
     def bytes(self, choice: np.ndarray) -> int:
         """Returns the bytes of the weights that formats are chosen for."""
-        return sum(
-            self.candidates[name].applied(layer).nbytes
-            for group, name in self.named(choice).items()
-            for layer in self.groups[group]
-        )
+        return sum(group_bytes(self.groups[group], self.candidates[name]) for group, name in self.named(choice).items())
 
     def bits(self, choice: np.ndarray) -> float:
         """Returns effective bits per weight."""
-        return 8 * self.bytes(choice) / self.numel
+        return self.bits_of(self.bytes(choice))
 
     def seconds(self, choice: np.ndarray, problem: KnapsackProblem) -> float | None:
         """Returns the seconds of a decode step, fixed layers and cache included; None without kernel times."""
@@ -393,7 +394,7 @@ class Space:
         limits: dict[str, float] = {}
         if goal.bits is not None:
             # Whole bytes; 1e-6 makes up for bits that have no exact binary fraction, such as 4.8.
-            limits["bytes"] = math.floor(goal.bits * self.numel / 8 + 1e-6)
+            limits["bytes"] = math.floor((goal.bits - self.bits_of(0)) * self.numel / 8 + 1e-6)
         if goal.fit is not None:
             limits["bytes"] = min(limits.get("bytes", math.inf), math.floor(goal.fit) - self.fixed_bytes)
         if goal.latency is not None:
@@ -403,7 +404,7 @@ class Space:
     def explain(self, goal: Goal, problem: KnapsackProblem) -> None:
         """Raises Infeasible, in the words of the user, if a budget cannot be kept."""
         least = smallest(problem, "bytes")
-        if goal.bits is not None and 8 * least / self.numel > goal.bits + 1e-9:
+        if goal.bits is not None and self.bits_of(least) > goal.bits + 1e-9:
             bits = {name: get_format(p.weight).bits_per_weight() for name, p in presets().items() if p.weight != KEEP}
             # A hundredth more for rows that are padded.
             fewer = sorted((name for name in bits if bits[name] + 0.01 <= goal.bits), key=bits.__getitem__)
@@ -412,7 +413,7 @@ class Space:
                 way_out = f"{option('formats')} takes {listed(fewer, 4)} too"
             raise Infeasible(
                 f"{option('bits', f'{goal.bits:g}')}: the smallest feasible value with these formats is "
-                f"{math.ceil(8e4 * least / self.numel) / 1e4:.4f}; {way_out}"
+                f"{math.ceil(1e4 * self.bits_of(least)) / 1e4:.4f}; {way_out}"
             )
         if goal.fit is not None and least + self.fixed_bytes > goal.fit:
             raise Infeasible(
@@ -480,9 +481,8 @@ def _reason(entry: Any, name: str, rank: int, count: int) -> str:
     clauses = [f"allocated {own} (sensitivity rank {rank} of {count})"]
     if smaller:
         c = max(smaller, key=lambda c: entry.bytes[c])
-        clauses.append(
-            f"{c} would save {(entry.bytes[name] - entry.bytes[c]) / 1e3:,.0f} kB but score {entry.scores[c]:.3g}"
-        )
+        saved = (entry.bytes[name] - entry.bytes[c]) / 1e3
+        clauses.append(f"{c} would save {saved:,.0f} kB but score {entry.scores[c]:.3g}")
     if larger:
         c = min(larger, key=lambda c: entry.bytes[c])
         gain = f"{entry.scores[name] - entry.scores[c]:.3g} for {(entry.bytes[c] - entry.bytes[name]) / 1e3:,.0f} kB"

@@ -482,9 +482,7 @@ def _entries(stored: str, weight: BlockScaledTensor | Tensor) -> Iterator[Entry]
     if isinstance(weight, Tensor):
         yield _dense(stored, weight)
         return
-    kind = block_type(weight.format)
-    assert kind is not None
-    yield Entry(stored, kind, weight.shape, lambda: to_blocks(weight))
+    yield Entry(stored, str(block_type(weight.format)), weight.shape, lambda: to_blocks(weight))
     if weight.global_scale is not None:
         scale = weight.global_scale.float().reshape(-1)
         yield Entry(stored.replace(".weight", ".scale"), "F32", tuple(scale.shape), scale.numpy)

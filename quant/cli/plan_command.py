@@ -19,7 +19,7 @@ from quant.export.tensorrt.gpu_targets import resolve_target
 from quant.models.startup import skip_image_packages
 from quant.recipes.gpus import Hardware
 from quant.recipes.plan import Plan, edit, parse_setting, set_guard_and_observer, set_kv_cache
-from quant.recipes.plan_check import Change, Problem, diff, places_of, read_plan, totals, validate
+from quant.recipes.plan_check import Change, Problem, count_problems, diff, places_of, read_plan, totals, validate
 from quant.recipes.recipe import matched, near_glob
 from quant.recipes.targets import RTX, TARGETS, Target
 
@@ -157,6 +157,8 @@ def validate_command(
     target_name = target_name and target_name.lower()
     gpu = None if target_name is None or target_name in TARGETS else resolve_target(target_name)
     plan, problems = read_plan(plan_file)
+    # An entry that could not be read is one problem, not a second one for being missing.
+    unread = {problem.where for problem in problems}
     # A GPU stands for TensorRT-RTX where that builds for it; a plan's own GPU says nothing of the runtime.
     runtime = target_name or plan.target or "" if gpu is None else f"{RTX}{gpu.sm}"
     target = TARGETS.get(runtime)
@@ -164,9 +166,8 @@ def validate_command(
     if model is not None:
         from quant.models.open_model import open_model
 
-        layers = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True).layers
-    # An entry that could not be read is one problem, not a second one for being missing.
-    unread = {problem.where for problem in problems}
+        source = open_model(model, model_factory=model_factory, unsafe_load=unsafe_load, meta=True)
+        layers, problems = source.layers, [*problems, *count_problems(plan, source.config)]
     problems += [problem for problem in validate(plan, layers, target) if problem.where not in unread]
     if as_json:
         print_json([problem.to_dict() for problem in problems])

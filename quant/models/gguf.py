@@ -1,11 +1,11 @@
-"""A GGUF file holds config, vocabulary and block-quantized weights; transformers loads it, dequantized.
+"""A GGUF file holds config, vocabulary and block-quantized weights; the model comes from it dequantized.
 
-This file alone touches private parts of the gguf package and of transformers' GGUF loader (tried with gguf 0.17 to
-0.19 and transformers 5.17 to 5.24, and by `tests/quant/models/test_open.py`). The loader parses the file anew
-for the config, the weights and the tokenizer, which takes three to five seconds each time for a vocabulary of 49,152
-tokens, and builds the table of tensor names once per submodule, which is hundreds of times the same. It has no argument
-for a parsed file, so `shared_parsing` replaces functions of the gguf package within a `with` block by versions that do
-the same work once, and on all cores.
+A file of `write_gguf`, which has the whole config, is read as it was written; transformers loads any other one. This
+file alone touches private parts of the gguf package and of transformers' GGUF loader (tried with gguf 0.17 to 0.19 and
+transformers 5.17 to 5.24, and by `tests/quant/models/test_open.py`). The loader parses the file for the config, the
+weights and the tokenizer, in three to five seconds each for a vocabulary of 49,152 tokens, and makes the table of
+tensor names for every submodule. `shared_parsing` replaces functions of the gguf package within a `with` block by
+versions that do the same work once, and on all cores.
 """
 
 import contextlib
@@ -148,8 +148,7 @@ def _of_divisors(divisors: np.ndarray[Any, Any], base: float, config: Any) -> di
             "rope_type": "llama3", "factor": float(f"{factor:.6g}"), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": context,
         }  # fmt: skip
-        share = np.clip((context * turns - low) / (high - low), 0, 1)
-        if np.allclose(1 / ((1 - share) / scaling["factor"] + share), divisors, rtol=_TOLERANCE, atol=0):
+        if np.allclose(llama_cpp.divisors_of(scaling, base, 2 * len(turns)), divisors, rtol=_TOLERANCE, atol=0):
             return scaling
     raise UserError(
         f"rope_freqs.weight: its {len(divisors)} divisors of the rotary frequencies are not those of Llama 3 with any "
@@ -338,8 +337,7 @@ def _read_own(cls: Any, config: Any, dtype: torch.dtype, path: Path, stored: Map
     model.tie_weights()  # which the context undoes
     stored_name, state, used = llama_cpp.tensor_names(model, architecture), dict[str, Tensor](), set[str]()
     for name, weight in cast(Any, llama_cpp.weights_of(model)):
-        is_vector = weight.dim() == 1 or name.endswith("_bias")  # of experts it is `[experts, out]`
-        axis = weight.dim() - (1 if is_vector else 2)
+        axis = weight.dim() - (1 if weight.dim() == 1 or name.endswith("_bias") else 2)  # experts' are [experts, out]
         rows = torch.arange(weight.shape[axis]).view([-1 if i == axis else 1 for i in range(weight.dim())])
         whole = torch.empty(weight.shape, dtype=weight.dtype)
         for part, places in cast(Any, llama_cpp.parts_of(name, rows, architecture, config)):
@@ -364,13 +362,10 @@ def _read_own(cls: Any, config: Any, dtype: torch.dtype, path: Path, stored: Map
 def _own_config(path: Path, config: Any, fields: Mapping[str, Any]) -> Any:
     """Returns the config that `write_gguf` kept; UserError where metadata were changed since."""
     architecture = llama_cpp.architecture_of(config)
-    for key, value in llama_cpp.metadata_of(config, architecture)[0].items():
-        stored = _value(fields, f"{architecture.name}.", key)
+    for own, value in llama_cpp.metadata_of(config, architecture)[0].items():
+        stored = _value(fields, "", key := f"{architecture.name}.{own}")
         if stored != (float(np.float32(value)) if isinstance(value, float) else value):
-            raise UserError(
-                f"{path}: {architecture.name}.{key} is {stored}, and {value} in the config that {OWN_CONFIG} keeps: "
-                "metadata were changed after the file was written; export it again"
-            )
+            raise UserError(f"{path}: {key} is {stored}, and {value} in {OWN_CONFIG}; export it again")
     return config
 
 
@@ -588,6 +583,9 @@ def read_config(path: Path) -> Any:
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     try:
         file = gguf.GGUFReader(path)
+        blocks = {tensor.tensor_type for tensor in file.tensors if tensor.tensor_type.name.startswith("Q")}
+        if unread := blocks - require("gguf.quants", "hf")._type_traits.keys():
+            raise ValueError(repr(unread))
     except (ValueError, IndexError, KeyError, OverflowError, OSError) as error:
         with path.open("rb") as stream:
             version = int.from_bytes(stream.read(8)[4:], "little")
@@ -597,8 +595,8 @@ def read_config(path: Path) -> Any:
             ) from None
         if "GGMLQuantizationType" in str(error):
             raise UserError(
-                f"{path}: blocks of a type that this package gguf does not know "
-                f"({one_line(error)}); install a newer one, or take another file"
+                f"{path}: blocks of a type that this package gguf does not read ({one_line(error)}); have llama.cpp "
+                f"write it in 16 bit: `llama-quantize --allow-requantize {path} {path.with_suffix('')}-f16.gguf F16`"
             ) from None
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     _refuse_without_model(path, file)

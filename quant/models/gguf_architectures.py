@@ -56,8 +56,7 @@ class Architecture:
         yield from _differs(config, **self.coded)
         for name in self.checks:
             yield from _CHECKS[name](config)
-        if self.full_every:
-            yield from _windows(config, self.full_every)
+        yield from _windows(config, self.full_every) if self.full_every else ()
 
     def fields(self, config: Any) -> Fields:
         """Returns the metadata beyond those of every decoder."""
@@ -225,7 +224,7 @@ def _rope(config: Any, architecture: Architecture, width: int) -> tuple[Fields, 
     factor = float(parameters.get("factor") or 1.0)
     original = int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
     if kind == "llama3":
-        return fields, {"rope_freqs.weight": _divisors(parameters, base, turned)}
+        return fields, {"rope_freqs.weight": divisors_of(parameters, base, turned)}
     if kind == "linear":
         return fields | {"rope.scaling.type": "linear", "rope.scaling.factor": factor}, {}
     if kind == "yarn":
@@ -250,7 +249,7 @@ def _rope(config: Any, architecture: Architecture, width: int) -> tuple[Fields, 
     return fields, {}
 
 
-def _divisors(parameters: Mapping[str, Any], base: float, width: int) -> Tensor:
+def divisors_of(parameters: Mapping[str, Any], base: float, width: int) -> Tensor:
     """Returns what each rotary frequency of Llama 3.1 and later is divided by, float32 `[width / 2]`."""
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = base ** (-torch.arange(0, width, 2, dtype=torch.float64) / width) / (2 * math.pi)  # 1 / wavelength
@@ -279,10 +278,8 @@ def tensor_names(model: nn.Module, architecture: Architecture) -> Callable[[str]
 
 def weights_of(model: nn.Module) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
     """Yields the weights of a model by the names of their tensors; matrices of experts are `[experts, out, in]`."""
-    tied, seen = (
-        getattr(model, "all_tied_weights_keys", None) or {},
-        dict(model.named_parameters(remove_duplicate=False)),
-    )
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    seen = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules():
         quantized = module.quantized_weight if isinstance(module, QuantizedModule) else None
         if quantized is not None:
@@ -302,9 +299,7 @@ def parts_of(
 ) -> Iterator[tuple[str, BlockScaledTensor | Tensor]]:
     """Yields the tensors that llama.cpp has of one weight, by names that gguf maps, with its order of rows."""
     if architecture.permuted and (match := re.search(r"\.(q|k)_proj\.(?:weight|bias)$", name)):
-        heads = config.num_attention_heads
-        if match[1] == "k":
-            heads = config.num_key_value_heads or heads
+        heads = (match[1] == "k" and config.num_key_value_heads) or config.num_attention_heads
         order = torch.arange(weight.shape[0], device="cpu").view(heads, 2, -1).transpose(1, 2).flatten()
         weight = take(weight, order)
     if ".experts." not in name:

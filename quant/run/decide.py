@@ -61,7 +61,7 @@ from quant.recipes import solver_names
 from quant.recipes.blocks import is_denoiser, stored_dtype
 from quant.recipes.layers import LayerKind
 from quant.recipes.plan import KV_LAYERS, LayerPlan, Plan, set_guard_and_observer, set_kv_cache
-from quant.recipes.plan_check import refuse
+from quant.recipes.plan_check import count_problems, refuse
 from quant.recipes.plan_make import make_plan
 from quant.recipes.recipe import KEEP, Recipe, matched
 from quant.recipes.solver_names import solver_of
@@ -91,9 +91,8 @@ def decide(job: Job) -> Decision:
         planned = decision.plan
         attends = planned.attention is not None
         check_attention(source.model, kv_cache=bool(planned.kv_text), attention=attends, plan=request.plan_file)
-        if planned.kv_layers and len(planned.kv_layers) != (layers := text_config(source.config).num_hidden_layers):
-            has = f"{len(planned.kv_layers)} formats in kv_layers, and the model has {layers} layers; give one for each"
-            raise UserError(f"{request.plan_file or 'the plan'}: {has}")
+        for problem in count_problems(planned, source.config):
+            raise UserError(f"{request.plan_file or 'the plan'}: {problem.what}; {problem.remedy}")
     if request.is_in_memory and request.out is None:
         return decision
     # Before data is read: a format that the layout cannot hold would only fail when files are written.

@@ -187,7 +187,7 @@ def test_metadata_that_were_changed_since_are_told(tmp_path: Path) -> None:
     whole = (tmp_path / "m.gguf").read_bytes()
     place = whole.index(b"llama.rope.freq_base") + len("llama.rope.freq_base") + 4
     (tmp_path / "m.gguf").write_bytes(whole[:place] + np.float32(5e5).tobytes() + whole[place + 4 :])
-    said = r"m\.gguf: llama\.rope\.freq_base is 500000\.0, and 10000\.0 in the config that blockscale\.config keeps: "
+    said = r"m\.gguf: llama\.rope\.freq_base is 500000\.0, and 10000\.0 in blockscale\.config; export it again$"
     with pytest.raises(UserError, match=said):
         quant.open_model(tmp_path / "m.gguf")
 
@@ -270,7 +270,9 @@ def test_a_budget_and_a_plan_take_formats_of_llama_cpp(tmp_path: Path) -> None:
     plan = run(Request(str(tmp_path / "model"), budget=budget, data=ids, out=file)).plan
     formats = {layer.name.rpartition(".")[2]: str(layer.weight) for layer in plan.quantized}
     assert formats.pop("down_proj") in ("q5_0", "q8_0") and {*formats.values()} <= {"q4_k", "q6_k"}
-    assert bits_per_weight(plan.quantized) <= 6.0 and plan.by_name["lm_head"].weight is None
+    assert 5.7 < bits_per_weight(plan.quantized) <= 6.0 and formats["lm_head"] == "q6_k"  # the head counts
+    assert plan.by_name["lm_head"].reason == "output head: q6_k as in llama.cpp's mixes"
+    assert plan.provenance["allocation"]["bits"] == pytest.approx(bits_per_weight(plan.quantized))
     kinds = {t.name: t.tensor_type.name.lower() for t in gguf.GGUFReader(file).tensors}
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
     for layer in plan.quantized:

@@ -739,12 +739,16 @@ def test_gguf_without_blocks_keeps_its_numbers(dtype: torch.dtype, tmp_path: Pat
     assert open_model(file).dtype == torch.bfloat16
 
 
-def test_gguf_with_blocks_that_this_gguf_does_not_know(tiny_gguf: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [999, 41, 42])  # unknown, Q1_0, Q2_0
+def test_gguf_with_blocks_that_this_gguf_does_not_read(number: int, tiny_gguf: Path, tmp_path: Path) -> None:
     whole, file = bytearray(tiny_gguf.read_bytes()), tmp_path / "newer.gguf"
     at = whole.index(b"blk.0.attn_q.weight") + len(b"blk.0.attn_q.weight") + 4 + 2 * 8  # behind the name and two sizes
-    whole[at : at + 4] = (999).to_bytes(4, "little")
+    whole[at : at + 4] = number.to_bytes(4, "little")
     file.write_bytes(whole)
-    words = r"newer\.gguf: blocks of a type that this package gguf does not know \(.*999.*\); install a newer one"
+    words = (
+        rf"newer\.gguf: blocks of a type that this package gguf does not read \(.*{number}.*\); have llama\.cpp write "
+        r"it in 16 bit: `llama-quantize --allow-requantize .*/newer\.gguf .*/newer-f16\.gguf F16`$"
+    )
     with pytest.raises(UserError, match=words):
         open_model(file)
 

@@ -169,6 +169,15 @@ def test_the_command_line(tmp_path: Path) -> None:
     wrong = CliRunner().invoke(main, list(map(str, arguments)))
     words = f"{LAYERS + 1} formats in kv_layers, and the model has {LAYERS} layers; give one for each"
     assert wrong.exit_code == 2 and wrong.stderr.strip().endswith(f"edited.json: {words}")
+    arguments = ["plan", "validate", tmp_path / "edited.json", "--model", tmp_path / "model", "--json"]
+    counted = CliRunner().invoke(main, list(map(str, arguments)))
+    (problem,) = json.loads(counted.stdout)
+    assert counted.exit_code == 1 and f"{problem['what']}; {problem['remedy']}" == words
+    arguments = ["plan", "validate", out, "--model", tmp_path / "model", "--target", "vllm"]
+    refused = CliRunner().invoke(main, list(map(str, arguments)))
+    assert refused.exit_code == 1 and "vllm keeps the KV cache of all layers in one format; the plan has" in (
+        " ".join(refused.output.split())
+    )
     arguments = ["plan", "make", str(tmp_path / "model"), "--format", "fp8", "--kv-bits", "7", "--out", "x"]
     alone = CliRunner().invoke(main, list(map(str, arguments)))
     assert alone.exit_code == 2 and "--kv-bits goes with a budget or a limit" in alone.stderr
