@@ -497,9 +497,9 @@ BY_CHOICE = " by choice"  # ends the names of an allocation's recipes; those of 
 def mix_rules(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[Rule]:
     """Yields the exceptions of a mix of llama.cpp for the layers of a model; none for another recipe."""
     name, heads = recipe.name, [m.name for m in layers if m.kind == LayerKind.HEAD and m.tied_to is None]
-    if name.endswith(BY_CHOICE) and recipe.weight in GGUF_FORMATS:
-        chosen = "q8_0" if recipe.weight == "q8_0" else "q6_k"
-        yield from (Rule(head, chosen, KEEP, reason=f"output head: {chosen} as in llama.cpp's mixes") for head in heads)
+    if name in MIXES or (name.endswith(BY_CHOICE) and recipe.weight in GGUF_FORMATS):
+        own = "q8_0" if recipe.weight == "q8_0" else "q6_k"
+        yield from (Rule(head, own, KEEP, reason=f"output head: {own} as in llama.cpp's mixes") for head in heads)
     if name not in MIXES:
         return
     base, count = MIXES[name], 1 + max((_block(layer.name) for layer in layers), default=0)
@@ -507,9 +507,7 @@ def mix_rules(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[Rule]:
         index, last = _block(layer.name), layer.name.rpartition(".")[2]
         more = index < count // 8 or index >= 7 * count // 8 or (index - count // 8) % 3 == 2
         chosen = None
-        if layer.name in heads:
-            chosen = "q8_0" if base == "q8_0" else "q6_k"
-        elif name.endswith("_m") and last in ("down_proj", "v_proj") and more:
+        if name.endswith("_m") and last in ("down_proj", "v_proj") and more:
             chosen = "q6_k"
         elif last == "qkv_proj" and name.endswith("_m"):
             chosen = "q5_k" if base == "q4_k" else "q6_k"

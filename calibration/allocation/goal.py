@@ -361,8 +361,9 @@ class Space:
         """Number of weights that bits count."""
         return sum(layer.numel for members in (*self.groups.values(), self.heads) for layer in members)
 
-    def bits_of(self, size: float) -> float:
-        """Returns effective bits per weight where formats were chosen that take `size` bytes."""
+    def bits(self, choice: np.ndarray | float) -> float:
+        """Returns effective bits per weight of a choice, or of one of so many bytes."""
+        size = self.bytes(choice) if isinstance(choice, np.ndarray) else choice
         return 8 * (size + sum(head.nbytes for head in self.heads)) / self.numel
 
     def named(self, choice: np.ndarray) -> dict[str, str]:
@@ -373,10 +374,6 @@ class Space:
     def bytes(self, choice: np.ndarray) -> int:
         """Returns the bytes of the weights that formats are chosen for."""
         return sum(group_bytes(self.groups[group], self.candidates[name]) for group, name in self.named(choice).items())
-
-    def bits(self, choice: np.ndarray) -> float:
-        """Returns effective bits per weight."""
-        return self.bits_of(self.bytes(choice))
 
     def seconds(self, choice: np.ndarray, problem: KnapsackProblem) -> float | None:
         """Returns the seconds of a decode step, fixed layers and cache included; None without kernel times."""
@@ -394,7 +391,7 @@ class Space:
         limits: dict[str, float] = {}
         if goal.bits is not None:
             # Whole bytes; 1e-6 makes up for bits that have no exact binary fraction, such as 4.8.
-            limits["bytes"] = math.floor((goal.bits - self.bits_of(0)) * self.numel / 8 + 1e-6)
+            limits["bytes"] = math.floor((goal.bits - self.bits(0)) * self.numel / 8 + 1e-6)
         if goal.fit is not None:
             limits["bytes"] = min(limits.get("bytes", math.inf), math.floor(goal.fit) - self.fixed_bytes)
         if goal.latency is not None:
@@ -404,7 +401,7 @@ class Space:
     def explain(self, goal: Goal, problem: KnapsackProblem) -> None:
         """Raises Infeasible, in the words of the user, if a budget cannot be kept."""
         least = smallest(problem, "bytes")
-        if goal.bits is not None and self.bits_of(least) > goal.bits + 1e-9:
+        if goal.bits is not None and self.bits(least) > goal.bits + 1e-9:
             bits = {name: get_format(p.weight).bits_per_weight() for name, p in presets().items() if p.weight != KEEP}
             # A hundredth more for rows that are padded.
             fewer = sorted((name for name in bits if bits[name] + 0.01 <= goal.bits), key=bits.__getitem__)
@@ -413,7 +410,7 @@ class Space:
                 way_out = f"{option('formats')} takes {listed(fewer, 4)} too"
             raise Infeasible(
                 f"{option('bits', f'{goal.bits:g}')}: the smallest feasible value with these formats is "
-                f"{math.ceil(1e4 * self.bits_of(least)) / 1e4:.4f}; {way_out}"
+                f"{math.ceil(1e4 * self.bits(least)) / 1e4:.4f}; {way_out}"
             )
         if goal.fit is not None and least + self.fixed_bytes > goal.fit:
             raise Infeasible(

@@ -451,9 +451,14 @@ def load_tokenizer(path: Path) -> Any:
     """Returns the tokenizer whose vocabulary a GGUF file holds; UserError where this transformers misreads it."""
     gguf, transformers = require("gguf", "hf"), require("transformers", "hf")
     with shared_parsing():
+        fields = gguf.GGUFReader(path).fields
+        own = fields.get("general.architecture")
+        if OWN_CONFIG in fields and own.contents() not in require(_LOADER, "hf").GGUF_SUPPORTED_ARCHITECTURES:
+            # The loader refuses it, and makes the tokenizer from its kind and rule of splitting alone.
+            own.parts[own.data[0]] = np.frombuffer(b"llama", np.uint8)
         tokenizer = huggingface.load_tokenizer(path.parent, gguf_file=path.name)
         try:
-            check_tokens(tokenizer, gguf.GGUFReader(path).fields)
+            check_tokens(tokenizer, fields)
         except UserError as problem:
             raise UserError(
                 f"{path}: transformers {transformers.__version__} reads its tokenizer wrongly: {problem}; install "

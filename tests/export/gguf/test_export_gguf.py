@@ -249,6 +249,9 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     assert any("the embedding, in 16 bit above, is rounded while the file" in note for note in outcome.report.notes)
     fallback = outcome.plan.by_name["model.layers.0.self_attn.q_proj"]
     assert fallback.reason == "recipe q4_k_m; q5_0, because in = 128 is no multiple of 256"
+    plans = {name: quant.make_plan(tiny_models.llama(**SIZES), name) for name in ("q8_0", "q6_k", "q4_0")}
+    heads = [str(plan.by_name["lm_head"].weight) for plan in plans.values()]
+    assert heads == ["q8_0", "q8_0", "q8_0"]  # Q6_K is no format for rows of 128
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q5_0", "Q8_0")
     assert (
@@ -310,6 +313,12 @@ def test_a_tokenizer_is_written_from_any_files_of_one_or_refused(tmp_path: Path)
     theirs, ours = (quant.open_model(path, meta=True).load_tokenizer() for path in (directory, file))
     text = "ababa  naïve\n\t😀 123<|endoftext|>"
     assert theirs(text).input_ids == ours(text).input_ids and ours.decode(ours(text).input_ids) == text
+    # transformers refuses GGUF files of this architecture.
+    sizes = {**tiny_models.DECODER, "vocab_size": len(vocabulary_of), "pad_token_id": None}
+    other = tiny_models.build("SmolLM3", "ForCausalLM", sizes)
+    write_gguf(other, tmp_path / "other.gguf", words=stored_vocabulary(file))
+    again = quant.open_model(tmp_path / "other.gguf", meta=True).load_tokenizer()
+    assert again(text).input_ids == theirs(text).input_ids
     file.unlink()
     (directory / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(UserError, match=r"no usable tokenizer \(.*put the model's tokenizer\.json"):
