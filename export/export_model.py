@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from quant.base import old_names
 from quant.base.atomic import claimed, temporary_directory
-from quant.base.errors import UserError, check_installed, counted, known_names, listed, option, warn
+from quant.base.errors import UserError, check_installed, counted, known_names, listed, megabytes, option, warn
 from quant.base.json_files import write_json
 from quant.base.listener import SILENT, Listener
 from quant.base.torch_modes import in_own_modes
@@ -58,7 +58,7 @@ from quant.export.onnx.export_onnx import round_head, write_onnx
 from quant.export.onnx.genai import write_genai_files
 from quant.export.onnx.limits import layer_of_tensorrt, loaded, narrowest_dtype, onnxruntime_problem
 from quant.export.onnx.opsets import RUNTIMES
-from quant.export.onnx.serving import CACHE_FORMATS, holds_cache_scales
+from quant.export.onnx.serving import CACHE_FORMATS, CachedAttention, cache_shapes, holds_cache_scales
 from quant.export.tensorrt.audit import failures
 from quant.export.tensorrt.build import BuildOptions, check_tensors, export_engine
 from quant.export.tensorrt.gpu_targets import choose_common_library, packages_of_engine, resolve_targets
@@ -535,8 +535,7 @@ def export_torch_tensorrt(job: ExportJob) -> dict[str, Any]:
     _warn(notes)
     assert job.target is not None
     findings = compile_engine(job.model, job.out, inputs, job.target, plan=job.plan, allow_fallback=job.allow_fallback)
-    audit = [asdict(finding) for finding in findings]
-    return {**_file_record(job, notes), "audit": audit, "passed": not failures(findings)}
+    return {**_file_record(job, notes), "audit": [asdict(each) for each in findings], "passed": not failures(findings)}
 
 
 def export_gguf(job: ExportJob) -> dict[str, Any]:
@@ -687,9 +686,14 @@ def _cost_notes(job: ExportJob) -> list[str]:
         if any(format.element.name == "e4m3" for format in weights):
             notes.append("onnxruntime has no FP8 products on a processor: it dequantizes these weights once, at load")
     elif capacity := job.cache_capacity():
+        function = CachedAttention({module: name for name, module in job.model.named_modules()})
+        with function.replacing(job.model):
+            parts = cache_shapes(job.model, function)
+        bits = 8 * parts[0][2].itemsize if job.cache_format is None else job.cache_format.bits_per_weight()
+        size = megabytes(sum(heads * dim for heads, dim, _ in parts) * capacity * bits / 8)
         notes.append(
-            f"each step attends over the cache's {capacity} tokens, filled or not: a smaller {option('capacity')} is "
-            "faster"
+            f"each step reads all {capacity} tokens of a row's cache, filled or not, {size}: a smaller "
+            f"{option('capacity')} is faster"
         )
     return notes
 

@@ -24,8 +24,8 @@ A cell is a tiny decoder of random weights in one format, and one runtime:
                                                               and notes what is refused, as aoti-gpu does
 
 A machine with a GPU runs `quant.load` and AOTInductor there. Cells lie in tests/data/support.json; runtimes that are
-not here keep theirs. vLLM's column is from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data, times in
-onnxruntime are from that of `benchmarks/onnx_decoders.py`.
+not here keep theirs. vLLM's column is from the runs that `benchmarks/vllm_presets.py` left in benchmarks/data, times of
+engines are from those of `benchmarks/engine_formats.py` and `benchmarks/onnx_decoders.py`.
 """
 
 from __future__ import annotations
@@ -56,13 +56,14 @@ from samples import BASE
 import quant
 from quant.export.engines.check_engine import forced_run, reference_run
 from quant.export.tensorrt.audit import UNPLANNED
+from quant.export.tensorrt.torch_tensorrt import _INPUTS as TORCH_TENSORRT
 from quant.formats.format import WEIGHT_FORMATS
-from quant.recipes.recipe import get_recipe
+from quant.recipes.recipe import KEEP, get_recipe
 
 ROOT = Path(__file__).parents[1]
 FOUND = ROOT / "tests" / "data" / "support.json"
 VLLM = [ROOT / "benchmarks" / "data" / f"vllm_presets_{release}.json" for release in ("0.26", "0.29")]
-SPEED, SPEED_CUDA = (ROOT / "benchmarks" / "data" / f"{name}.json" for name in ("onnx_decoders", "onnx_cuda"))
+SPEED = ROOT / "benchmarks" / "data" / "onnx_decoders.json"
 README, FORMATS_PAGE, ENGINES_PAGE = (ROOT / name for name in ("README.md", "docs/formats.md", "docs/engines.md"))
 PRESETS = (
     "nvfp4a16", "nvfp4", "mxfp4a16", "mxfp4", "mxfp6a16", "mxfp8", "fp8", "fp8_channel", "fp8_block", "int8",
@@ -416,16 +417,23 @@ def in_vllm(runs: list[Any], preset: str) -> str:
 
 
 def engines_table(found: Mapping[str, Any]) -> list[str]:
-    """What every exported format did in every runtime."""
-    columns = {
-        "onnxruntime, CPU": ("onnxruntime",), "onnxruntime, CUDA": ("onnxruntime-gpu",),
-        "onnxruntime-genai, CPU": ("onnxruntime-genai",),
-        "TensorRT-RTX, Ada / Blackwell": ("tensorrt-rtx-sm89", "tensorrt-rtx-sm120"),
-        "AOTInductor, CPU": ("aoti-cpu",), "AOTInductor, H200": ("aoti-gpu",),
-    }  # fmt: skip
+    """What every exported format did in every runtime, and how fast it was there."""
+    columns: dict[str, tuple[Callable[[str], str], ...]] = {
+        "onnxruntime, CPU": (partial(_verdict, found, "onnxruntime"),),
+        "`--target tensorrt` there": (partial(_verdict, found, "onnxruntime-tensorrt"),),
+        "onnxruntime, CUDA": (partial(_verdict, found, "onnxruntime-gpu"),),
+        "genai, CPU": (partial(_verdict, found, "onnxruntime-genai"),),
+        "genai, CUDA": (partial(_like, found, "onnxruntime-genai"),),
+        "TensorRT-RTX, Ada / Blackwell": tuple(
+            partial(_verdict, found, f"tensorrt-rtx-{name}") for name in ("sm89", "sm120")
+        ),
+        "TensorRT (`local`) / torch-tensorrt": (partial(_like, found, "tensorrt-rtx-sm120"), _in_torch_tensorrt),
+        "AOTInductor, CPU": (partial(_verdict, found, "aoti-cpu"),),
+        "AOTInductor, H200": (partial(_verdict, found, "aoti-gpu"),),
+    }
     lines = [f"| | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for format in (*FORMATS, *EXPERTS):
-        cells = [" / ".join(_verdict(found, runtime, format) for runtime in runtimes) for runtimes in columns.values()]
+        cells = [" / ".join(said(format) for said in column) for column in columns.values()]
         name = format.replace("experts in ", "experts in `") if format in EXPERTS else f"`{format}"
         lines.append(f"| {name}` | {' | '.join(cells)} |")
     return lines
@@ -437,18 +445,27 @@ def _verdict(found: Mapping[str, Any], runtime: str, format: str) -> str:
     assert cell.verdict in (EQUAL, BUILT, REFUSED, NEVER_RUN) or is_near, (runtime, format, cell)
     if cell.verdict == REFUSED:
         return "–"
-    times, wide = _times().get((runtime, format), 0), "FP32" if runtime == "onnxruntime" else "FP16"
-    return ", ".join(filter(None, (cell.verdict, cell.runs_in, times and f"{times:.2f}× {wide}")))
+    times = _times(runtime).get(format)
+    return ", ".join(filter(None, (cell.verdict, cell.runs_in, times and f"{times:.2f}×")))
+
+
+def _like(found: Mapping[str, Any], runtime: str, format: str) -> str:
+    """A runtime that nobody ran and that takes the formats of another."""
+    return "–" if found[runtime]["cells"][format]["verdict"] == REFUSED else NEVER_RUN
+
+
+def _in_torch_tensorrt(format: str) -> str:
+    recipe = get_recipe(format.removeprefix("experts in "))
+    takes = recipe.activation in (None, KEEP) or recipe.activation in TORCH_TENSORRT.get(recipe.weight, ())
+    return NEVER_RUN if recipe.weight in TORCH_TENSORRT and takes and format not in EXPERTS else "–"
 
 
 @cache
-def _times() -> dict[tuple[str, str], float]:
-    """How many tokens a second SmolLM2 writes in onnxruntime for each of the file in 32 or 16 bit."""
-    times = {("onnxruntime", _TIMED[row["file"]]): row["times FP32"] for row in _timed() if row["file"] in _TIMED}
-    rows = json.loads(SPEED_CUDA.read_text(encoding="utf-8"))["rows"]
-    steps = {row["run"].removeprefix("onnxruntime, "): row["ms a token"] for row in rows}
-    times |= {("onnxruntime-gpu", _TIMED[file]): steps["FP16"] / step for file, step in steps.items() if file in _TIMED}
-    return times
+def _times(runtime: str) -> dict[str, float]:
+    """How many tokens a second a decoder writes for each one of the same decoder unquantized, by format."""
+    path = ROOT / "benchmarks" / "data" / f"engine_formats_{runtime}.json"
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    return {row["format"]: row["times"] for row in rows if row["times"]}
 
 
 def _timed() -> list[dict[str, Any]]:

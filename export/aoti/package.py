@@ -331,6 +331,7 @@ def scales_as_matrices(model: nn.Module) -> Iterator[None]:
 
     Inductor turns scalars into code, but `_scaled_mm` and our kernels read scales from memory.
     """
+    restore_layout(model)  # MXFP4 in the layout of a GPU's kernel has a second-level scale, which is no matrix
     modules = [module for module in model.modules() if isinstance(module, QuantLinear | QuantConv)]
     with replaced(
         (module, name, scale.reshape(1, 1))
@@ -429,7 +430,6 @@ def decoder_program(
 ) -> tuple[torch.export.ExportedProgram, list[tuple[int, int, torch.dtype]]]:
     """Returns the graph that is compiled, and KV heads, dimension and dtype of each part of its cache."""
     serving.check_decoder(model, capacity)
-    restore_layout(model)  # a model that ran on a GPU may hold its weights as that GPU's kernels read them
     function = serving.CachedAttention({module: name for name, module in model.named_modules()})
     merged = siblings_merged(model) if next(model.parameters()).is_cuda else contextlib.nullcontext()
     with merged, attending(model, function, masked=False), scales_as_matrices(model):

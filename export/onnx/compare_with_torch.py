@@ -143,7 +143,7 @@ def operator(name: str, run: Callable[..., tuple[np.ndarray, ...]], domain: str 
 TOKENS = 8
 _WEIGHTS_AT_ONCE = 1 << 22
 _LARGE = 1 << 12  # bytes of a constant that shape inference does not need
-# In half precision, sums that were added up in another order may round to the neighbouring value. Inputs that are
+# In half precision, sums that were added up in another order may round to the neighbouring value. Inputs in INT8 or
 # scaled by token are twice as far: the op rounds them to half precision after scaling, the graph the output. Of a layer
 # with a bias the graph rounds the product and the sum, the op the sum alone.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -179,12 +179,12 @@ def verify(
         stored = checkpoint(name) if checkpoint else None
         compared: Any = _compare_conv if isinstance(module, QuantConv) else _compare_linear
         errors = _relative_errors(compared(name, module, graph, stored, dtype), dtype)
-        by_token = module.activation_format is not None and module.activation_format.per_row
-        by_token = by_token and module.input_scale is None
+        format = module.activation_format
+        scaled_after = format is not None and (format.element.is_integer or (format.per_row and not format.is_static))
         passed = (
             errors["fake_quant"] <= _TEXTBOOK[dtype]
             and max(errors["output"], errors.get("saturated", 0.0))
-            <= TOLERANCE[dtype] * (1 + by_token + (module.bias is not None))
+            <= TOLERANCE[dtype] * (1 + scaled_after + (module.bias is not None))
             and max(errors["weight"], errors.get("checkpoint", 0.0)) <= WEIGHT_TOLERANCE
         )
         entries.append(_entry(name, errors, passed=passed))

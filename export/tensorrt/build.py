@@ -44,7 +44,7 @@ from quant.base.json_files import json_text, write_json
 from quant.base.processor import trim_heap
 from quant.export.checkpoint.files.tensor_file import sha256_of
 from quant.export.onnx import dynamic_shapes
-from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, write_onnx
+from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, own_metadata, write_onnx
 from quant.export.onnx.limits import layer_problem, load_graph
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx.serving import CAPACITY_KEY, IDS
@@ -261,7 +261,7 @@ def build_engine(onnx_path: str | Path, out: str | Path, options: BuildOptions) 
     # Builders name nodes in their messages, and engines in the list of their kernels: both then name the layer.
     described = describe_graph(model, onnx_path.parent)
     target_names = ",".join(target.sm for target in targets)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
+    metadata = own_metadata(model)
     contents = {"export": json.loads(metadata[EXPORT_KEY]) if EXPORT_KEY in metadata else None, **described}
     # The audit reads this from the engine itself, and the contents from its receipt where they are too long for a name.
     record: dict[str, Any] = {"plan": metadata.get(PLAN_KEY), "attention": metadata.get(ATTENTION_KEY)}
@@ -425,13 +425,14 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[dynami
     inputs = dynamic_shapes.graph_inputs(model)
     floors = attention_floors(model, inputs)
     texts = dynamic_shapes.as_profiles(shapes)
-    capacity = cache_capacity(model)
-    if capacity is None:
+    stored = own_metadata(model).get(CAPACITY_KEY)
+    if stored is None:
         profiles = [dynamic_shapes.parse_profile(text, inputs, floors) for text in texts or [""]]
         return profiles if any(item.is_dynamic for item in inputs) else []
     # One token a row is a profile of its own: its kernels differ from the kernels for a long sequence. By default that
     # is for many rows, and chunks of prompts are for a few.
-    floor, longest = max(1, floors.get("sequence", 1)), min(_LONGEST_CHUNK, capacity)
+    capacity, floor = int(stored), max(1, floors.get("sequence", 1))
+    longest = min(_LONGEST_CHUNK, capacity)
     chunks = f"batch=1:1:8,sequence={floor}:{max(floor, longest // 2)}:{longest}"
     texts = texts or ["batch=1:8:32,sequence=1:1:1", chunks]
     profiles = [dynamic_shapes.parse_profile(text, inputs, {}, capacity) for text in texts]
@@ -444,11 +445,6 @@ def make_profiles(model: Any, shapes: str | Sequence[str] | None) -> list[dynami
                 f"at least {floor}: start it there, or export with {option('attention', 'none')}"
             )
     return profiles
-
-
-def cache_capacity(model: Any) -> int | None:
-    """Returns how many tokens the KV cache of a serving graph holds; None for other graphs."""
-    return next((int(entry.value) for entry in model.metadata_props if entry.key == CAPACITY_KEY), None)
 
 
 def attention_floors(model: Any, inputs: Sequence[dynamic_shapes.Input]) -> dict[str, int]:

@@ -22,7 +22,14 @@ from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.evaluation.evaluate import inputs_moved
 from quant.export.aoti import package
-from quant.export.aoti.package import DECODER_BODIES, METADATA, AotiSession, decoder_program, siblings_merged
+from quant.export.aoti.package import (
+    DECODER_BODIES,
+    METADATA,
+    AotiSession,
+    decoder_program,
+    scales_as_matrices,
+    siblings_merged,
+)
 from quant.export.engines.check_engine import forced_run, generate_tokens, reference_run
 from quant.export.onnx.trace import decomposed
 from quant.kernels.linear import quantized_module
@@ -89,18 +96,24 @@ def test_the_graph_writes_the_models_tokens(kind: str, format: str) -> None:
     assert generate_tokens(session, rows, 5, chunk=64) == expected
 
 
-def test_weights_in_a_kernels_layout_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model on a Hopper GPU has them; this CPU is taken for one."""
+@pytest.mark.parametrize("format", ["nvfp4a16", "mxfp4a16", "mxfp6a16"])
+def test_weights_in_a_kernels_layout_are_restored(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on a Hopper GPU has them, and siblings that were merged; this CPU is taken for one."""
     monkeypatch.setattr(quantized_module, "prefers_prepacked", lambda codes: True)
     model = serving_samples.decoder("llama-64", num_hidden_layers=1)
-    quant.quantize(model, "nvfp4a16", ROWS[:1], solver="rtn")
+    quant.quantize(model, format, ROWS[:1], solver="rtn")
     with torch.no_grad():
         model.to(torch.bfloat16)(torch.tensor([[1, 2, 3]]))
-    layer = model.model.layers[0].mlp.up_proj
-    assert layer.codes.dtype is torch.int32
-    program, _ = decoder_program(model, 64)
-    dtypes = {name: x.dtype for name, x in program.state_dict.items() if name.endswith("up_proj.codes")}
-    assert dtypes and set(dtypes.values()) == {torch.uint8}
+    assert model.model.layers[0].mlp.down_proj.codes.dtype in (torch.int32, torch.float8_e4m3fn)
+    stored = model.model.layers[0].mlp.down_proj.weight_format
+    with siblings_merged(model), scales_as_matrices(model):  # as for a GPU
+        program, _ = decoder_program(model, 64)
+    codes = {name: x for name, x in program.state_dict.items() if name.endswith(".codes")}
+    assert len(codes) == 4
+    for name, x in codes.items():
+        assert x.dtype is torch.uint8
+        columns = x.shape[1] * 8 // stored.element.bits
+        assert program.state_dict[name.replace(".codes", ".scale")].shape == (len(x), columns // stored.block[1])
 
 
 @pytest.mark.parametrize(("format", "products"), [("nvfp4a16", 4), ("fp8", 7)])
