@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 from quant.base.processor import value_of
 from quant.calibration.fast_matmul import fast_matmul
-from quant.calibration.outputs.logits import Logits, drawn, logits_of
+from quant.calibration.outputs.logits import Logits, class_logits, drawn, logits_of
 from quant.calibration.ranks import Exchange, gathered, number_of, rank_and_world
 from quant.calibration.session import NARROW, Session, device_of, free_memory, placed
 from quant.calibration.statistics import LayerStats, MomentSpread, MomentSum, add_up, rows_of
@@ -269,7 +269,10 @@ class _Pass:
                 return hidden, partial(self._head_gradient, hidden.detach())
         result = self.model(batch)
         if hasattr(result, "logits") and result.logits.shape[-1] > 1:
-            return result.logits, lambda generator: _label_gradient(result.logits.detach(), generator)
+            classes = class_logits(result.logits.detach(), self.model)
+            # The gradient of log-odds is that of the second class.
+            own = (..., 1) if classes.dim() > result.logits.dim() else ...
+            return result.logits, lambda generator: _label_gradient(classes, generator)[own]
         output = logits_of(lambda _: result, batch)  # type: ignore[arg-type]
         if isinstance(output, list):  # Z-Image gives an image of its own size for each row
             output = torch.cat([each.flatten() for each in output])

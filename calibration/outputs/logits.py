@@ -98,9 +98,18 @@ def logits_of(model: nn.Module, rows: Tensor) -> Tensor:
     return result.logits if hasattr(result, "logits") else output_of(result)
 
 
-def class_logits(logits: Tensor) -> Tensor:
-    """Returns logits over two classes or more: a single one, as of a reward model, is the log-odds of the second."""
+def class_logits(logits: Tensor, model: nn.Module | None = None) -> Tensor:
+    """Returns logits over two classes or more: a single one, as of a reward model, is the log-odds of the second.
+
+    So is each logit of a multi-label classifier: `[rows, labels]` become `[rows, labels, 2]`.
+    """
+    logits = logits[..., None] if has_many_labels(model) else logits
     return torch.nn.functional.pad(logits, (1, 0)) if logits.shape[-1] == 1 else logits
+
+
+def has_many_labels(model: nn.Module | None) -> bool:
+    """Returns whether each logit of a model is a label by itself, as its config says."""
+    return getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification"
 
 
 # Checks, with a forward pass over two tokens, whether a model can be evaluated on rows of token ids.

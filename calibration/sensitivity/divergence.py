@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.linalg import vecdot
 
 from quant.calibration.fast_matmul import PairedWeight, difference_dtype, has_pairs
-from quant.calibration.outputs.logits import Logits, class_logits, drawn, logits_of
+from quant.calibration.outputs.logits import Logits, class_logits, drawn, has_many_labels, logits_of
 from quant.calibration.texts.rows import trial_rows
 from quant.recipes.blocks import is_denoiser, output_of
 from quant.recipes.layers import output_head
@@ -88,7 +88,9 @@ def divergence_of(model: nn.Module, rows: Tensor) -> "Divergence":
         return NextToken(model, head)
     with torch.no_grad():
         output = last_hidden(model(trial_rows(rows)))
-    return Classes(model) if output.dim() == 2 else Embeddings(model)
+    if output.dim() == 2:
+        return Classes(model, labels=output.shape[1] if has_many_labels(model) else 1)
+    return Embeddings(model)
 
 
 class NextToken(Logits):
@@ -202,23 +204,24 @@ class NextToken(Logits):
 
 
 class Classes(NextToken):
-    """KL for classifiers: the output for a row is one vector of logits."""
+    """KL for classifiers: the output for a row is one vector of logits, or of `labels` each a choice by itself."""
 
     unit = "nats: KL(base‖model) of the class"
     probes = 8
     by_token = False
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, labels: int = 1) -> None:
         super().__init__(model, None)
+        self.labels = labels
 
     def count(self, rows: Tensor) -> int:
-        return rows.shape[0]
+        return rows.shape[0] * self.labels
 
     def hidden(self, rows: Tensor) -> Tensor:
-        return class_logits(logits_of(self.model, rows))
+        return class_logits(logits_of(self.model, rows), self.model).flatten(0, -2)
 
     def _position_name(self, rows: Tensor, position: int, first_row: int) -> str:
-        return f"row {first_row + position}"
+        return f"row {first_row + position // self.labels}"
 
 
 class Embeddings:

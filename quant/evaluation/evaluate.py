@@ -45,7 +45,7 @@ from quant.base.torch_modes import in_own_modes
 from quant.calibration.evaluating import mean_interval, prepared
 from quant.calibration.fast_matmul import fast_matmul
 from quant.calibration.inputs import Inputs, cast_for, taking_inputs
-from quant.calibration.outputs.logits import Logits, check_evaluable, class_logits, predicts_tokens
+from quant.calibration.outputs.logits import Logits, check_evaluable, class_logits, has_many_labels, predicts_tokens
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.sensitivity.divergence import finite_sum, last_hidden
 from quant.calibration.session import (
@@ -443,13 +443,10 @@ def compare(model: nn.Module, call: Mapping[str, Any], result: Any, base: Any | 
     with torch.no_grad():
         logits, base_logits = (None if x is None else _logits(x) for x in (result, base))
         if logits is not None:
-            if getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+            if has_many_labels(model):
                 # Each label is a choice by itself: single logits, of positions that have no mask and no class.
-                call, logits, base_logits = (
-                    {},
-                    logits[..., None],
-                    None if base_logits is None else base_logits[..., None],
-                )
+                call, logits = {}, logits[..., None]
+                base_logits = None if base_logits is None else base_logits[..., None]
             return {"logits": _predictions(model, call, logits, base_logits, call_name)}
         mask = call.get("decoder_attention_mask" if DECODER in call else "attention_mask")
         if base is None:

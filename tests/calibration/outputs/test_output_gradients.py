@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import pytest
@@ -58,6 +59,22 @@ def test_it_is_the_fisher_matrix_of_the_outputs(monkeypatch: pytest.MonkeyPatch)
         p = model(rows).logits.softmax(-1).flatten(0, 1).double()
     head = model.head.weight.detach().double()
     expected = sum(head.t() @ (torch.diag(q) - torch.outer(q, q)) @ head for q in p) / len(p)
+    found = output_moments(model, _groups(model, ("hidden",)), rows.split(2), Session(), draws=4000)
+    torch.testing.assert_close(_second(found, "hidden").double(), expected, rtol=0.05, atol=0.002)
+
+
+def test_labels_of_a_text_are_drawn_each_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a head alone behind the layer, A = Wᵀ diag(p (1 − p)) W with p of the sigmoid, the mean over tokens."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(module, "CLIP", 1e9)
+    monkeypatch.setattr("quant.calibration.statistics.STRENGTH", 0.0)
+    model = _Classifier()
+    model.config = types.SimpleNamespace(problem_type="multi_label_classification")  # type: ignore[assignment]
+    rows = torch.randint(0, 10, (4, 16))
+    with torch.no_grad():
+        p = model(rows).logits.sigmoid().flatten(0, 1).double()
+    head = model.head.weight.detach().double()
+    expected = head.t() @ torch.diag((p * (1 - p)).mean(0)) @ head
     found = output_moments(model, _groups(model, ("hidden",)), rows.split(2), Session(), draws=4000)
     torch.testing.assert_close(_second(found, "hidden").double(), expected, rtol=0.05, atol=0.002)
 

@@ -55,10 +55,19 @@ def rewards() -> tuple[nn.Module, torch.Tensor]:
     return model, torch.randint(0, 50, (24, 12))
 
 
+def labels() -> tuple[nn.Module, torch.Tensor]:
+    """Five logits a text, each of a label that it has or has not."""
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 50, "num_labels": 5}
+    model = tiny_models.bert_classifier(**sizes, problem_type="multi_label_classification", gain=4)
+    return model, torch.randint(0, 50, (24, 12))
+
+
 def logits(model: Any, rows: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         result = model(rows)
-    return (result.logits if hasattr(result, "logits") else result).double()
+    found: torch.Tensor = (result.logits if hasattr(result, "logits") else result).double()
+    problem = getattr(getattr(model, "config", None), "problem_type", None)
+    return found[..., None] if problem == "multi_label_classification" else found
 
 
 def kl(base: torch.Tensor, found: torch.Tensor) -> float:
@@ -79,7 +88,7 @@ def scores(model: nn.Module, rows: torch.Tensor, method: str) -> dict[str, float
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("make", [vectors, images, texts, rewards])
+@pytest.mark.parametrize("make", [vectors, images, texts, rewards, labels])
 def test_kl_of_the_classes_is_that_of_quantizing_for_real(
     make: Callable[[], tuple[nn.Module, torch.Tensor]],
 ) -> None:
@@ -99,7 +108,7 @@ def _members(group: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("products")
-@pytest.mark.parametrize("make", [vectors, images, texts, rewards])
+@pytest.mark.parametrize("make", [vectors, images, texts, rewards, labels])
 def test_fisher_estimates_it(make: Callable[[], tuple[nn.Module, torch.Tensor]]) -> None:
     model, rows = make()
     guessed, found = scores(model, rows, "fisher"), scores(model, rows, "kl")
@@ -115,6 +124,20 @@ def test_formats_for_a_budget_spend_bits_where_the_classes_need_them() -> None:
     quant.quantize(model, found.plan, rows)
     assert kl(base, logits(model, rows)) < 3e-4
     assert found.record.unit == Classes.unit
+
+
+def test_a_shift_of_all_labels_is_a_change() -> None:
+    """It changes each sigmoid and no softmax, and a text that gives NaN is named whatever the number of labels."""
+    model, rows = labels()
+    found = divergence_of(model, rows)
+    base, reference = logits(model, rows), found.reference(rows)
+    model.classifier.bias.data.add_(2.0)
+    expected = kl(base, logits(model, rows))
+    assert expected > 0.1
+    assert found.measure(rows, reference)() / found.count(rows) == pytest.approx(expected, rel=1e-3)
+    model.bert.encoder.layer[0].output.dense = Broken(model.bert.encoder.layer[0].output.dense, 17, 0, torch.nan)
+    with pytest.raises(NotFinite, match=r"^row 117: NaN or infinity in"):
+        found.measure(rows, reference, 100)()
 
 
 def test_which_divergence() -> None:
