@@ -214,10 +214,8 @@ _TOP_HEADS = {"cls", "head", "fc", "proj_out", "embed_out", "lm_loss", "logits_p
 
 ROUTER = "router: a rounding error sends tokens to the wrong expert"
 _PACKED = "packed projections of nn.MultiheadAttention, which multiplies by them itself"
-_COMPUTED = (
-    "its module computes its weight from this parameter (a parametrization, a norm of weights, pruning): to "
-    "quantize it, make the weight permanent before, with remove_parametrizations, remove_weight_norm or prune.remove"
-)
+COMPUTED = "its module computes its weight from this parameter (a parametrization, a norm of weights, pruning)"
+PERMANENT = "with remove_parametrizations, remove_weight_norm or prune.remove"
 _TRANSPOSED = "experts are stored [experts, in, out], which takes the model's directory to quantize"
 _SHARED = "the model holds this module in several places, and would keep it in the others"
 _UNCALLED = "nn.MultiheadAttention multiplies by it without calling the layer"
@@ -262,7 +260,7 @@ def find_layers(model: nn.Module) -> list[Layer]:
             # JetMoE calls the parameter of its experts `weight`, too; experts are named by their parameter.
             is_own = parameter_name == "weight" and kind != LayerKind.EXPERTS
             path = name if is_own else f"{name}.{parameter_name}".lstrip(".")
-            if module is head or (kind == LayerKind.LINEAR and _is_head(name)):
+            if is_own and (module is head or (kind == LayerKind.LINEAR and _is_head(name))):
                 kind = LayerKind.HEAD
             # The first path in model order owns a shared parameter.
             tied_to = owner.setdefault(id(parameter), path)
@@ -273,9 +271,11 @@ def find_layers(model: nn.Module) -> list[Layer]:
             shape = _shape(module, parameter_name, parameter, transposed)
             shared = _SHARED if is_own and id(module) in held_again else None
             kept = ROUTER if name in routers else _PACKED if parameter_name == "in_proj_weight" else None
-            # torch's parametrizations put the parameter into a submodule; the older functions rename it.
-            if ".parametrizations." in f".{path}" or parameter_name in ("weight_orig", "weight_g", "weight_v"):
-                kept = kept or _COMPUTED
+            kept = kept or (
+                f"{COMPUTED}: to quantize it, make the weight permanent before, {PERMANENT}"
+                if is_computed_from(path)
+                else None
+            )
             layers.append(
                 Layer(
                     path, kind, shape, tied_to=None if tied_to == path else tied_to, kept=kept, transposed=transposed,
@@ -283,6 +283,12 @@ def find_layers(model: nn.Module) -> list[Layer]:
                 )
             )  # fmt: skip
     return layers
+
+
+def is_computed_from(path: str) -> bool:
+    """Returns whether a module computes its weight from the parameter at `path`."""
+    # torch's parametrizations put the parameter into a submodule; the older functions rename it.
+    return ".parametrizations." in f".{path}" or path.endswith(("weight_orig", "weight_g", "weight_v"))
 
 
 def _held_again(model: nn.Module) -> set[int]:

@@ -43,7 +43,7 @@ from quant.models import huggingface
 from quant.models.files import one_line
 from quant.recipes.blocks import replaced, stored_dtype
 from quant.recipes.gpus import read_table
-from quant.recipes.layers import LayerKind
+from quant.recipes.layers import COMPUTED, PERMANENT, LayerKind, is_computed_from
 from quant.recipes.plan import ODD_INPUTS, LayerPlan, Plan
 from quant.recipes.plan_check import first_problem
 from quant.recipes.targets import TARGETS
@@ -508,6 +508,11 @@ def _not_as_built(model: nn.Module, built: nn.Module) -> str | None:
         {**dict(each.named_modules(remove_duplicate=False)), **dict(each.named_parameters(remove_duplicate=False))}
         for each in (model, built)
     )
+    if name := next((n for n, _ in model.named_parameters() if is_computed_from(n) and n not in others), None):
+        return (
+            f"{name}: {COMPUTED}, and does not where {type(model).__name__} builds it again (make the weight permanent "
+            f"before you quantize, {PERMANENT})"
+        )
     first: dict[int, str] = {}
     for name, each in objects.items():
         other = first.setdefault(id(each), name)

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import tiny_models
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 import quant
 from quant.base.errors import UserError, in_command
@@ -105,6 +107,44 @@ def test_what_a_model_shares_against_its_class_is_named(part: str, tmp_path: Pat
     with pytest.raises(UserError, match=message):
         quant.save(done.model, done.plan, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+COMPUTED_WEIGHTS: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "parametrizations.weight.original0": (
+        nn.utils.parametrizations.weight_norm, lambda layer: parametrize.remove_parametrizations(layer, "weight")
+    ),
+    "weight_g": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
+    "weight_orig": (
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+        lambda layer: prune.remove(layer, "weight"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated:FutureWarning")
+@pytest.mark.parametrize("layer", ["model.layers.0.mlp.up_proj", "lm_head"])
+@pytest.mark.parametrize("parameter", COMPUTED_WEIGHTS)
+def test_a_weight_that_a_module_computes_is_saved_once_it_is_permanent(
+    parameter: str, layer: str, tmp_path: Path
+) -> None:
+    """The model that config.json builds has the plain layer: its weight would be missing."""
+    begin, make_permanent = COMPUTED_WEIGHTS[parameter]
+    model = tiny_models.llama(dtype=torch.bfloat16)
+    begin(model.get_submodule(layer))
+    done = quant.quantize(model, "fp8_channel", effort=0)
+    message = (
+        rf"^{re.escape(layer)}\.{re.escape(parameter)}: its module computes its weight .*, and does not where "
+        r"LlamaForCausalLM builds it again \(make the weight permanent before you quantize, with remove_parametrizations,"
+    )
+    with pytest.raises(UserError, match=message):
+        quant.save(done.model, done.plan, tmp_path / "out")
+    model = tiny_models.llama(dtype=torch.bfloat16)
+    begin(model.get_submodule(layer))
+    make_permanent(model.get_submodule(layer))
+    done = quant.quantize(model, "fp8_channel", effort=0)
+    quant.save(done.model, done.plan, tmp_path / "out")
+    ids = torch.tensor([[3, 9, 5]])
+    assert torch.equal(quant.load(tmp_path / "out")(ids).logits, done.model(ids).logits)
 
 
 def test_scales_of_the_kv_cache_that_transformers_leaves_out_are_told(
