@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from quant.formats.finite import is_finite
-from quant.formats.format import Format
+from quant.formats.format import E3M2, Format
 from quant.formats.tensor import BlockScaledTensor
 from quant.kernels.base.custom_ops import autocast_dtype, is_traced
 from quant.kernels.base.launch import reserve
@@ -194,6 +194,10 @@ class QuantizedModule(nn.Module):
             destination[f"{prefix}codes"], destination[f"{prefix}scale"] = weight.codes, weight.scale
             if weight.global_scale is None:
                 destination.pop(f"{prefix}global_scale", None)
+        if self.weight_format.element is E3M2:
+            codes = destination[f"{prefix}codes"]
+            with torch.inference_mode(codes.is_inference()):
+                destination[f"{prefix}codes"] = codes.view(torch.int8)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
         if f"{prefix}weight" in state_dict and f"{prefix}codes" not in state_dict:
@@ -205,13 +209,17 @@ class QuantizedModule(nn.Module):
         held = self.stored_weight
         if is_prepacked(held):
             self._store(restore(held))
-        for name, own in (("codes", self.codes), ("scale", self.scale)):
+        # The two kinds of MXFP6 have the same shapes. In a state dict int8, a view of the same bits, says E3M2.
+        codes = torch.int8 if self.weight_format.element is E3M2 else self.codes.dtype
+        for name, dtype in (("codes", codes), ("scale", self.scale.dtype)):
             # Of another format; PyTorch would cast the numbers, and -0.4 in FP8 would be the code 0 in INT8.
-            if (given := state_dict.get(f"{prefix}{name}")) is not None and given.dtype is not own.dtype:
+            if (given := state_dict.get(f"{prefix}{name}")) is not None and given.dtype is not dtype:
                 arguments[-1].append(
-                    f"{prefix}{name} is in {given.dtype}, and {self.weight_format} has {own.dtype}: load it into a "
+                    f"{prefix}{name} is in {given.dtype}, and {self.weight_format} has {dtype}: load it into a "
                     "model that was quantized by the same plan"
                 )
+        if codes is not self.codes.dtype and f"{prefix}codes" in state_dict:
+            state_dict = {**state_dict, f"{prefix}codes": state_dict[f"{prefix}codes"].view(self.codes.dtype)}
         super()._load_from_state_dict(state_dict, prefix, *arguments)
         self._arranged = None
         if is_prepacked(held):
