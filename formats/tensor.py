@@ -195,9 +195,7 @@ def choose_scale(weight: Tensor, format: Format, rule: str, amax: Tensor, global
     rows, columns = weight.shape[-2:]
     # torch.compile cannot record numpy's ndindex, and QAT chooses scales within a forward pass.
     for index in product(*map(range, weight.shape[:-2])):
-        second = (
-            torch.ones((), device=weight.device, dtype=torch.float32) if global_scale is None else global_scale[index]
-        )
+        second = weight.new_ones((), dtype=torch.float32) if global_scale is None else global_scale[index]
         if format.per_tensor and rule == "max":
             # One block: its amax is known, and the matrix need not be held as one float32 block.
             scale[index] = SCALE_RULES[rule](amax[index].view(1, 1, 1, 1), format, second)[:, 0, :, 0]

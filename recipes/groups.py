@@ -132,9 +132,7 @@ def watching(model: nn.Module, layers: Sequence[Layer]) -> Iterator[Watched]:
 
 def group_experts(layers: Sequence[Layer]) -> list[Layer]:
     """Returns `layers` with the experts of each module in one group, because they run in one grouped matmul."""
-    return [
-        replace(layer, group=parent_of(layer.name)) if layer.kind == LayerKind.EXPERTS else layer for layer in layers
-    ]
+    return [replace(each, group=parent_of(each.name)) if each.kind == LayerKind.EXPERTS else each for each in layers]
 
 
 def parent_of(name: str) -> str:

@@ -55,6 +55,15 @@ def test_every_place_that_a_document_names_is_there(document: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_releases_of_vllm_are_named_on_its_own_pages(document: Path) -> None:
+    """Elsewhere a reader meets one release, the newest that was run, or a link to the sentence that has them all."""
+    newest = re.findall(r"The plug-in runs in vLLM 0\.\d+ to (0\.\d+)", (ROOT / "docs" / "vllm.md").read_text())
+    assert len(newest) == 1
+    if not document.name.startswith("vllm"):
+        assert set(re.findall(r"(?:vLLM|Version) (0\.\d\d)\b", document.read_text())) <= set(newest)
+
+
 def test_the_way_of_a_weight_has_at_most_twelve_stops() -> None:
     text = (ROOT / "docs" / "way-of-a-weight.md").read_text()
     stops = re.findall(r"^(\d+)\. `([\w/]+\.py):", text, re.MULTILINE)

@@ -602,10 +602,8 @@ class Loop:
         bench, count = self.bench, self.counts.probes(self.bench.searched.device)
         if present.measured == 0 or count == 0:
             return present
-        cached_run = CachedRun(bench.switchable, bench.divergence, bench.searched)
-        search = Search(
-            self.problem, self.space.limits(self.goal), cached_run, self.space.named, count, bench.count_probe
-        )
+        run = CachedRun(bench.switchable, bench.divergence, bench.searched)
+        search = Search(self.problem, self.space.limits(self.goal), run, self.space.named, count, bench.count_probe)
         choice = search.improve(present.choice)
         if np.array_equal(choice, present.choice):
             return present

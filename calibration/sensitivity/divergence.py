@@ -252,10 +252,8 @@ class Embeddings:
         with torch.enable_grad():
             embedding = self._embed(rows)
             # Standard normal, drawn on the CPU: E[g gᵀ] is then the identity on embeddings, as 1 − cosine needs.
-            direction = torch.randn(embedding.shape, generator=generator, dtype=torch.float32, device="cpu").to(
-                embedding
-            )
-            values = (embedding * direction).sum(dim=-1)
+            axis = torch.randn(embedding.shape, generator=generator, dtype=torch.float32, device="cpu").to(embedding)
+            values = (embedding * axis).sum(dim=-1)
             self._sum(values, first_row)()
             values.sum().backward()
 

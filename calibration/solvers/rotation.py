@@ -191,9 +191,7 @@ def find_residual(model: nn.Module, run: Callable[[nn.Module], Any]) -> Residual
     """Finds the writers and readers of the residual stream; ValueError where it contains something else."""
     trace = _watch(model, run)
     width = next((m.embedding_dim for m in model.modules() if isinstance(m, nn.Embedding)), 0)
-    weights = (
-        (name, getattr(module, "weight", None)) for name, module in model.named_modules() if name in trace.inputs
-    )
+    weights = ((n, getattr(module, "weight", None)) for n, module in model.named_modules() if n in trace.inputs)
     norms = [name for name, weight in weights if isinstance(weight, nn.Parameter) and weight.shape == (width,)]
     readers: dict[str, tuple[str, ...]] = {}
     writers: dict[str, None] = {}

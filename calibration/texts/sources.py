@@ -154,9 +154,7 @@ class Rows:
         """Returns each source's rows, an even share, in the order of reading: later ones have written text's length."""
         names = sorted(self.names, key=lambda name: name not in WRITTEN)
         share, more = divmod(self.samples, len(names))
-        return {
-            name: replace(self, sources=(name,), samples=share + (index < more)) for index, name in enumerate(names)
-        }
+        return {name: replace(self, sources=(name,), samples=share + (i < more)) for i, name in enumerate(names)}
 
 
 def sources_of(names: Sequence[str]) -> tuple[str, ...]:

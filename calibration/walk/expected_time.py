@@ -84,9 +84,7 @@ def _learning(plan: Plan, tokens: int) -> float:
     # Most groups as wide as the stream read it; of attention's output projection that is an overestimate.
     inputs = sum(members[0].shape[-1] == width for members in groups_of(learned).values())
     # Two passes forward and one backward, and a second moment; each step multiplies two matrices by the rotation.
-    return (
-        2 * tokens * (4 * sum(layer.numel for layer in learned) + 3 * inputs * width**2) + STEPS * inputs * 4 * width**3
-    )
+    return 2 * tokens * (4 * sum(x.numel for x in learned) + 3 * inputs * width**2) + STEPS * inputs * 4 * width**3
 
 
 def time_of_rows(model: nn.Module, plan: Plan, session: Session, rows: int, seqlen: int) -> float:

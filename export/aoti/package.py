@@ -514,9 +514,7 @@ class AotiSession:
         values = sum(rows * int(np.prod(shape)) for shape in self._shapes)
         free = free_memory(self._device) if self._device.type == "cuda" else memory_left()
         check_memory(self._path, values * self._torch_dtype.itemsize, free, rows)
-        self._caches = [
-            torch.zeros(rows, *shape, dtype=self._torch_dtype, device=self._device) for shape in self._shapes
-        ]
+        self._caches = [torch.zeros(rows, *s, dtype=self._torch_dtype, device=self._device) for s in self._shapes]
 
     def width(self, tokens: int) -> int:
         return min(tokens, self.capacity)

@@ -122,9 +122,7 @@ def check_checkpoint(directory: Path) -> None:
 def quantization_configs(directory: Path) -> dict[str, dict[str, Any] | None]:
     """Returns the table about quantization, or None, in each config file that a checkpoint has, by file name."""
     files = {name: directory / name for name in open_checkpoint.CONFIG_TABLES if (directory / name).is_file()}
-    tables = {
-        name: open_checkpoint.config_in(file, open_checkpoint.CONFIG_TABLES[name]) for name, file in files.items()
-    }
+    tables = {key: open_checkpoint.config_in(file, open_checkpoint.CONFIG_TABLES[key]) for key, file in files.items()}
     return tables if any(tables.values()) else dict.fromkeys(tables)
 
 

@@ -275,9 +275,8 @@ def check_experts(plan: Plan, names: StoredNames) -> None:
         raise UserError(
             f"{counted(len(unread), 'layer')}, {unread[0]} first: transformers {version} has the experts of this model "
             "as one tensor in 16 bit, no rule of it joins quantized ones, and it would run with random numbers; keep "
-            f"them in 16 bit with {option('exclude', repr('*.experts.*'))}, or pass "
-            f"{option('allow_missing', True)} to write a checkpoint for only "
-            "quant.load and servers"
+            f"them in 16 bit with {option('exclude', repr('*.experts.*'))}, or pass {option('allow_missing', True)} to "
+            "write a checkpoint for only quant.load and servers"
         )
 
 

@@ -24,11 +24,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from quant.base.errors import UserError, require, warn
+from quant.base.errors import UserError, counted, listed, require, warn
 from quant.base.json_files import read_json, text_as_in_source, typed
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.session import Store
@@ -390,6 +392,9 @@ _WEIGHTS = (
 )  # fmt: skip
 
 
+_packed: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
+
+
 def attach(model: nn.Module, plan: Plan) -> None:
     """Gives a quantized model of transformers its plan, as `quantization_plan`, and the methods that save by it.
 
@@ -405,6 +410,9 @@ def attach(model: nn.Module, plan: Plan) -> None:
         for outer in ("", "base_model.model.")
         for inner in ("", ".base_layer")
     ]
+    if not _packed:
+        register_optimizer_step_pre_hook(_warn_of_packed_layers)
+    _packed[model] = plan
     if not hasattr(model, "save_pretrained"):
         return
     # A model that is quantized again has the hook already.
@@ -415,12 +423,27 @@ def attach(model: nn.Module, plan: Plan) -> None:
     model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
 
 
+def _warn_of_packed_layers(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for model, plan in list(_packed.items()):
+        if names := [name for name, p in model.named_parameters() if p.requires_grad and id(p) in held]:
+            del _packed[model]
+            # Adapters are what trains over packed weights.
+            if not any(hasattr(module, "base_layer") for module in model.modules()):
+                warn(
+                    f"this optimizer trains {listed(names, 2)}, and not the {counted(len(plan.quantized), 'layer')} in "
+                    "codes, which have no gradient: to train them, call quant.prepare_qat(model, plan) before the "
+                    "optimizer is made and quant.pack(model) at the end; or train an adapter, see quant.lora"
+                )
+
+
 def detach(model: nn.Module) -> None:
     """Undoes `attach` for a model that goes on in training: transformers saves its weights, and a Trainer takes it.
 
     A Trainer refuses a model that `from_pretrained` marked as quantized. It resumes by the names of the model's own
     tensors, which transformers would otherwise change back to the names of the files.
     """
+    _packed.pop(model, None)
     for name in ("quantization_method", "hf_quantizer"):
         model.__dict__.pop(name, None)
     if getattr(model, "is_quantized", False):

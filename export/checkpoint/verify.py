@@ -365,9 +365,7 @@ def compare_with_source(directory: str | Path, source: str | Path, model: nn.Mod
     """
     home = find_model(str(source))
     if not (home / "config.json").is_file():
-        kind = (
-            "a directory without config.json" if home.is_dir() else f"a single {home.suffix.lstrip('.').upper()} file"
-        )
+        kind = "a directory without config.json" if home.is_dir() else f"a single {home.suffix[1:].upper()} file"
         raise UserError(
             f"{option('source', home)} is {kind}: a checkpoint is compared with a directory of config.json and "
             f"weights, whose names, keys and files it keeps; leave out {option('source')}, which checks the checkpoint "

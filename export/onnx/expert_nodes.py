@@ -42,9 +42,7 @@ def is_fused(module: nn.Module) -> bool:
 
 def check_experts(model: nn.Module, runtime: str, *, in_16_bit: bool = True) -> None:
     """Raises ValueError for a model with fused experts, quantized or `in_16_bit`, that no graph for a runtime holds."""
-    owners = {
-        id(projection): module for module in model.modules() if is_fused(module) for projection in module.children()
-    }
+    owners = {id(part): module for module in model.modules() if is_fused(module) for part in module.children()}
     for name, module in model.named_modules():
         shape, problem = None, None
         if isinstance(module, QuantExperts):

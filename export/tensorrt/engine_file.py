@@ -283,11 +283,7 @@ def _table_start(blob: mmap.mmap, sizes: dict[int, int], offsets: dict[int, int]
     used = offsets[last] + sizes[last] if sizes else 0
     if not sizes or end < used:
         return None
-    paddings = [
-        (offsets[index] + size, -size % _ALIGNMENT)
-        for index, size in sizes.items()
-        if index != last and size % _ALIGNMENT
-    ]
+    paddings = [(offsets[i] + size, -size % _ALIGNMENT) for i, size in sizes.items() if i != last and size % _ALIGNMENT]
     if not paddings:
         return end - used - 4
     # The longest paddings first: they rule out most positions.

@@ -162,9 +162,7 @@ def prepare_launch(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, ch
         from quant.kernels.linear import sm90_codes_gemm_many
 
         return sm90_codes_gemm_many.prepare_gemm_many(x, weight, bias, choice)
-    return lambda x, weight, bias: dense_linear(
-        x, dequantize(weight, x.dtype), None if bias is None else bias.to(x.dtype)
-    )
+    return lambda x, w, bias: dense_linear(x, dequantize(w, x.dtype), None if bias is None else bias.to(x.dtype))
 
 
 def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:

@@ -48,8 +48,7 @@ def fp8_block_gemm_kernel(
     """One tile of y; `block_n` divides 128, so that a tile has one row of squares. Tails are masked."""
     tiles_m, tiles_n = tl.cdiv(M, block_m), tl.cdiv(N, block_n)
     index = tl.program_id(0)
-    # Bands of `_BAND` rows of tiles, column by column: programs at work at one time share tiles of x
-    # and W in L2.
+    # Bands of `_BAND` rows of tiles, column by column: programs at work at one time share tiles of x and W in L2.
     band = index // (_BAND * tiles_n)
     height = tl.minimum(tiles_m - band * _BAND, _BAND)
     within = index % (_BAND * tiles_n)

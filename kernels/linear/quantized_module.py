@@ -132,6 +132,8 @@ class QuantizedModule(nn.Module):
         codes = self.codes
         if type(codes) is not Tensor or codes.is_meta or is_traced():
             return
+        if self.weight_format.element is E3M2:  # of a state dict that `functional_call` was given
+            self.codes = codes = codes.view(torch.uint8)
         computed = autocast_dtype(codes) or dtype
         # Weights made in inference mode would be of no use to a later backward pass.
         with _arranging, torch.inference_mode(False):

@@ -31,8 +31,7 @@ from quant.recipes.gpus import Hardware
 
 def graph_microseconds(calls: list[Callable[[], Any]], repeats: int = 5, at_least: float = 2e-3) -> float:
     """Returns the microseconds per call: the median over `repeats` replays of a graph that makes `calls` repeatedly."""
-    # A replay takes `at_least` so many seconds, roughly.
-    # Compiles kernels and fills caches outside the graph.
+    # A replay takes `at_least` so many seconds, roughly. Compiles kernels and fills caches outside the graph.
     for call in calls:
         call()
     torch.cuda.synchronize()

@@ -126,9 +126,7 @@ def evaluate_command(
         elif not quiet:
             columns = {
                 "!task": [score.task for score in scores],
-                "metric": [
-                    each.metric if each.filter == "none" else f"{each.metric} ({each.filter})" for each in scores
-                ],
+                "metric": [x.metric if x.filter == "none" else f"{x.metric} ({x.filter})" for x in scores],
                 "!>value": [f"{score.value:.4f}" for score in scores],
                 "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
                 "!>documents": [f"{score.samples:,}" for score in scores],

@@ -23,10 +23,7 @@ COMMANDS = {
     "report": ("quant.cli.inspect_command:report_command", "Write the HTML report of a checkpoint again."),
     "evaluate": ("quant.cli.evaluate_command:evaluate_command", "Measure perplexity, and KL to a baseline."),
     "generate": ("quant.cli.generate_command:generate_command", "Continue a prompt."),
-    "export": (
-        "quant.cli.export_command:export_command",
-        "Export a checkpoint: ONNX, TensorRT, AOTInductor, other layouts.",
-    ),
+    "export": ("quant.cli.export_command:export_command", "Export to ONNX, TensorRT, AOTInductor or another layout."),
     "check": ("quant.cli.check_command:check_command", "Check a checkpoint, or a file that was exported from one."),
     "bench": ("quant.cli.doctor_command:bench_command", "Time the quantized matmuls of a model on this GPU."),
     "tune": ("quant.cli.doctor_command:tune_command", "Find and keep the fastest kernel launches for a model."),

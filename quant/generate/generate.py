@@ -262,9 +262,8 @@ def _refuse_logits(model: nn.Module, count: int) -> NoReturn:
             if problem := value_problem(tensor.detach(), is_buffer=is_buffer):
                 raise UserError(f"{name} {list(tensor.shape)} {problem}; repair the model, or download it again")
     raise UserError(
-        f"{type(model).__name__} gives NaN or infinite logits behind token {count}, and its weights hold "
-        f"neither: what it computes overflows; generate in another {option('dtype')}, or with 16-bit attention "
-        "and KV cache"
+        f"{type(model).__name__} gives NaN or infinite logits behind token {count}, and its weights hold neither: what "
+        f"it computes overflows; generate in another {option('dtype')}, or with 16-bit attention and KV cache"
     )
 
 

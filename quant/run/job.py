@@ -222,9 +222,7 @@ def verification_data(job: Job, decision: Decision) -> Mapping[str, Data]:
     data = evaluation_data(job)
     if decision.allocation is None or not decision.allocation.record.verified or not data:
         return data
-    return dict(
-        HeldOut.halves({name: sources.as_rows(job.model, rows, "a limit") for name, rows in data.items()}).verify
-    )
+    return dict(HeldOut.halves({n: sources.as_rows(job.model, rows, "a limit") for n, rows in data.items()}).verify)
 
 
 def announce_time(job: Job, decision: Decision) -> None:

@@ -470,9 +470,8 @@ def _warnings(decision: Decision, solved: SolvedModel) -> list[str]:
     if changed:
         unquantized = sum(layer.weight is None for layer in changed)
         warned.append(
-            f"the guard {executed.guard!r} gave {len(changed)} of "
-            f"{counted(len(decided.quantized), 'layer')} another format, {unquantized} of them 16 bit, "
-            f"{changed[0].name} first: {changed[0].reason}"
+            f"the guard {executed.guard!r} gave {len(changed)} of {counted(len(decided.quantized), 'layer')} another "
+            f"format, {unquantized} of them 16 bit, {changed[0].name} first: {changed[0].reason}"
         )
     names = set() if solved.quantized is None else head_layers(solved.quantized.model)
     if heads := [layer for layer in executed.quantized if layer.name in names]:

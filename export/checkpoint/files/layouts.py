@@ -131,9 +131,7 @@ def plan_problems(
     with suppress(ValueError):  # the layout cannot hold the plan
         layout.check_plan(plan)
         # `Trial.heeded` has added the field.
-        if {key: value for key, value in config.items() if key != "dequantize"} == layout.quantization_config(
-            plan, names
-        ):
+        if {k: v for k, v in config.items() if k != "dequantize"} == layout.quantization_config(plan, names):
             return
     formats_of, kv_cache = layout.read_config(config, names, tensors)
     rotation_of = layout.read_rotations(config, names)

@@ -99,9 +99,7 @@ class StoredNames:
 
     def with_carried(self, shapes: Mapping[str, Sequence[int]], uncarried: Iterable[str]) -> Self:
         """Returns the names with carried tensors, given their shapes by name on disk, and all other tensors on disk."""
-        modules = [
-            n.removesuffix(".weight") for n, shape in shapes.items() if n.endswith(".weight") and len(shape) == 2
-        ]
+        modules = [n.removesuffix(".weight") for n, s in shapes.items() if n.endswith(".weight") and len(s) == 2]
         shared = {"", *(tree for name in uncarried for tree in _trees(name))}
         # Stacks of experts count too. A server builds their modules under names of its own, `….experts.0.gate_proj`,
         # or joins `q_proj`, `k_proj` and `v_proj`: the tree is the name that all of them begin with.

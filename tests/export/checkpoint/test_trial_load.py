@@ -134,7 +134,7 @@ def test_a_weight_that_a_module_computes_is_saved_once_it_is_permanent(
     done = quant.quantize(model, "fp8_channel", effort=0)
     message = (
         rf"^{re.escape(layer)}\.{re.escape(parameter)}: its module computes its weight .*, and does not where "
-        r"LlamaForCausalLM builds it again \(make the weight permanent before you quantize, with remove_parametrizations,"
+        r"LlamaForCausalLM builds it again \(make the weight permanent before you quantize, with remove_param"
     )
     with pytest.raises(UserError, match=message):
         quant.save(done.model, done.plan, tmp_path / "out")

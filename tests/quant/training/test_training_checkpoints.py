@@ -146,3 +146,42 @@ def test_weights_of_a_model_that_was_prepared_otherwise_are_refused(one: Any, ot
         quant.UserError, match=r"prepared differently: a layer in training has \(.*\) there and \(.*\) here"
     ):
         models[1].load_state_dict(models[0].state_dict(), strict=False)
+
+
+def plain_trainer(model: Any, out: Path) -> Any:
+    arguments = transformers.TrainingArguments(
+        str(out), max_steps=2, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], use_cpu=True,
+        disable_tqdm=True, logging_strategy="no", save_strategy="no",
+    )  # fmt: skip
+    return transformers.Trainer(model, arguments, train_dataset=[{"input_ids": r, "labels": r} for r in ROWS])
+
+
+def test_a_trainer_of_a_packed_model_says_that_its_codes_stay(tmp_path: Path) -> None:
+    """Norms and embeddings alone were trained without a word; both ways out train what the model computes by."""
+    name = "model.layers.0.mlp.up_proj"
+    done = quant.quantize(tiny_models.llama(dtype=torch.float32, gain=2.0), "nvfp4a16", effort=0)
+    codes = done.model.get_submodule(name).codes.clone()
+    says = (
+        r"^this optimizer trains model\.embed_tokens\.weight, .* and \d+ more, and not the 14 layers in codes, "
+        r"which have no gradient: to train them, call quant\.prepare_qat\(model, plan\) before the optimizer is made "
+        r"and quant\.pack\(model\) at the end; or train an adapter, see quant\.lora$"
+    )
+    with pytest.warns(UserWarning, match=says) as told:
+        plain_trainer(done.model, tmp_path).train()
+    assert sum("in codes" in str(each.message) for each in told) == 1
+    assert torch.equal(done.model.get_submodule(name).codes, codes)
+    # QAT, as the message says it.
+    done = quant.quantize(tiny_models.llama(dtype=torch.float32, gain=2.0), "nvfp4a16", effort=0)
+    quant.prepare_qat(done.model, done.plan)
+    plain_trainer(done.model, tmp_path).train()
+    quant.pack(done.model)
+    assert not torch.equal(done.model.get_submodule(name).codes, codes)
+
+
+def test_a_trainer_of_an_adapter_says_nothing_of_codes(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the extra training")
+    model = quant.quantize(tiny_models.llama(dtype=torch.float32, gain=2.0), "nvfp4a16", effort=0).model
+    adapted = peft.get_peft_model(model, quant.lora(peft.LoraConfig(r=4, target_modules="all-linear"), model))
+    before = {n: p.detach().clone() for n, p in adapted.named_parameters() if "lora_B" in n}
+    plain_trainer(adapted, tmp_path).train()  # a warning of ours would be an error
+    assert before and all(not torch.equal(adapted.get_parameter(n), p) for n, p in before.items())
