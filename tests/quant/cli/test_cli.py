@@ -199,6 +199,48 @@ def test_a_stopped_run_says_that_the_same_command_goes_on(
     assert goes_on.exit_code == 0 and said in goes_on.stderr
 
 
+def test_other_options_take_up_nothing_of_a_run_that_was_stopped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each that changes the result is refused with both ways out; those that do not continue, to the same bits."""
+    begun = {
+        "--format": "nvfp4", "--solver": "gptq", "--seed": "0", "--calib": str(TEXTS / "calibration.txt"),
+        "--calib-samples": "4", "--seqlen": "32", "--out": str(tmp_path / "out"),
+    }  # fmt: skip
+
+    def command(**changes: str) -> list[Any]:
+        options = begun | {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        return [quantize_command, model, "--quiet", *(word for pair in options.items() for word in pair)]
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("quant.run.run.write_model", stop)
+        assert run(*command()).exit_code == 130
+    for changes, difference in (
+        ({"format": "mxfp8"}, "in which the plan digest was another"),
+        ({"solver": "mse"}, "in which the plan digest was another"),
+        ({"seed": "1"}, "in which the seed was 0, and is 1 now"),
+        ({"calib": str(TEXTS / "evaluation.txt")}, "with another calibration text"),
+        ({"calib_samples": "5"}, "with another calibration text"),
+        ({"seqlen": "16"}, "with another calibration text"),
+    ):
+        refused = run(*command(**changes))
+        assert refused.exit_code == 2 and f"unfinished run {difference}; `quantize" in refused.stderr, refused.stderr
+        assert refused.stderr.endswith("continues it; pass --restart to begin anew\n")
+    fresh = {"seed": "1", "out": str(tmp_path / "fresh")}
+    for arguments in (command(**fresh), [*command(seed="1", out=str(tmp_path / "elsewhere"))]):
+        done = run(*[word for word in arguments if word != "--quiet"])
+        assert done.exit_code == 0 and "continuing" not in done.stderr  # another --out
+    goes_on = run(*[word for word in command(eval=str(TEXTS / "evaluation.txt"), memory="8GB") if word != "--quiet"])
+    assert goes_on.exit_code == 0 and "continuing the run that was stopped: 14 of 14 layers" in goes_on.stderr
+    weights = {name: (tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "fresh", "elsewhere")}
+    assert weights["fresh"] == weights["elsewhere"]
+    again = run(*command(out=str(tmp_path / "whole")))
+    assert again.exit_code == 0 and (tmp_path / "whole" / "model.safetensors").read_bytes() == weights["out"]
+
+
 def test_a_continued_run_announces_the_time_that_is_left(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
