@@ -91,9 +91,7 @@ def optimizers_of(identities: Collection[int]) -> list[torch.optim.Optimizer]:
     # Nothing leads from a parameter to its optimizers, so the garbage collector's list of all objects is searched.
     # `isinstance` would ask objects that only pretend to have a class.
     optimizers = [each for each in gc.get_objects() if issubclass(type(each), torch.optim.Optimizer)]
-    return [
-        each for each in optimizers if any(id(p) in identities for group in each.param_groups for p in group["params"])
-    ]
+    return [o for o in optimizers if any(id(p) in identities for group in o.param_groups for p in group["params"])]
 
 
 def warn_of_shared_weights(model: nn.Module) -> None:

@@ -112,9 +112,7 @@ def _register(
         inputs=_parameters(inputs),
         outputs=_parameters(outputs),
         type_constraints=constraints,
-        attributes=[
-            OpSchema.Attribute(key, kind_of.get(key, kinds.INT), "", required=False) for key in attributes.split()
-        ],
+        attributes=[OpSchema.Attribute(n, kind_of.get(n, kinds.INT), "", required=False) for n in attributes.split()],
     )
     schema.set_type_and_shape_inference_function(infer)
     register_schema(schema)

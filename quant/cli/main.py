@@ -68,9 +68,7 @@ class LazyGroup(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         # click itself would import every command for its summary.
         names = [name for name in self.lazy if name.startswith(incomplete)]
-        return [CompletionItem(name, help=self.lazy[name][1]) for name in names] or super().shell_complete(
-            ctx, incomplete
-        )
+        return [CompletionItem(n, help=self.lazy[n][1]) for n in names] or super().shell_complete(ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

@@ -234,9 +234,7 @@ def _check_optimizers(
         parameters = {id(parameter): parameter for group in each.param_groups for parameter in group["params"]}
         # Of a model that was quantized before, an optimizer may still hold the weights from before that.
         lost = sum(key not in own and (was_quantized or key in before) for key in parameters)
-        lacks = sum(
-            step not in parameters for weight, step in learned.items() if weight in before and weight in parameters
-        )
+        lacks = sum(step not in parameters for w, step in learned.items() if w in before and w in parameters)
         narrow = 0
         for key, parameter in parameters.items():
             if key in before and parameter.dtype != before[key][1]:

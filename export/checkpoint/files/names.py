@@ -349,9 +349,7 @@ def in_model(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _without_experts(rules: Iterable[Any]) -> list[Any]:
-    return [
-        rule for rule in rules if operations(rule) and not {"MergeModulelist", "SplitModulelist"} & {*operations(rule)}
-    ]
+    return [r for r in rules if operations(r) and not {"MergeModulelist", "SplitModulelist"} & {*operations(r)}]
 
 
 def _converted(model: Any, rule: Any, tensors: Mapping[str, Tensor]) -> Iterable[tuple[list[str], dict[str, Tensor]]]:

@@ -491,9 +491,7 @@ def reasons_to_keep(
     for layer in layers:
         if layer.name in bypassed and layer.name not in reasons:
             reasons[layer.name] = "its module multiplies by the weight itself, and would not round that product"
-    reasons |= {
-        name: common_reason(name) or experts_refusal(model, name, recipe, small=small) for name in names_of_experts
-    }
+    reasons |= {n: common_reason(n) or experts_refusal(model, n, recipe, small=small) for n in names_of_experts}
     return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
