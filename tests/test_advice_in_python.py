@@ -50,8 +50,8 @@ def packed(**options: Any) -> quant.Quantized:
     return quant.quantize(llama(), "int8", effort=0, **options)
 
 
-def masked(value: int) -> Inputs:
-    return Inputs([((), {"input_ids": IDS[:1], "attention_mask": torch.full((1, 16), value)})])
+def masked(value: int) -> dict[str, torch.Tensor]:
+    return {"input_ids": IDS[:1], "attention_mask": torch.full((1, 16), value)}
 
 
 def sound(samples: int, rate: int = 16000) -> bytes:
