@@ -132,7 +132,7 @@ class QuantizedModule(nn.Module):
         codes = self.codes
         if type(codes) is not Tensor or codes.is_meta or is_traced():
             return
-        if self.weight_format.element is E3M2:  # of a state dict that `functional_call` was given
+        if self.weight_format.element is E3M2 and codes.dtype is torch.int8:  # of a state dict, by `functional_call`
             self.codes = codes = codes.view(torch.uint8)
         computed = autocast_dtype(codes) or dtype
         # Weights made in inference mode would be of no use to a later backward pass.
