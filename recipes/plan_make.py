@@ -124,7 +124,7 @@ def make_plan(
         include = [*include, *(layer.name for layer in layers if include and layer.kind == LayerKind.HEAD)]
     plan = resolve(layers, recipe, only=include)
     for layer in plan.layers:
-        if lm_head is not None and layer.kind == LayerKind.HEAD and layer.weight is None:
+        if not is_16bit(lm_head) and layer.kind == LayerKind.HEAD and layer.weight is None:
             named = option("lm_head", lm_head)
             raise UserError(f"{named}: {layer.name} stays in 16 bit: {layer.reason}; leave that out")
     # Layers whose inputs get a scale for each token and are not [batch, tokens, in].

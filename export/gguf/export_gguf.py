@@ -342,8 +342,9 @@ def write_gguf(
         writer = gguf.GGUFWriter(file, architecture.name)
         _add(writer, {"general.name": path.stem, "general.quantization_version": 2})
         _add(writer, {f"{architecture.name}.{key}": value for key, value in fields.items()})
-        own = {**config.to_diff_dict(), "architectures": [type(model).__name__]}
-        own = {key: value for key, value in own.items() if key not in ("quantization_config", "_name_or_path")}
+        unkept = ("quantization_config", "_name_or_path", "transformers_version")
+        own = {key: value for key, value in config.to_diff_dict().items() if key not in unkept}
+        own["architectures"] = [type(model).__name__]
         _add(writer, {OWN_CONFIG: json_text(own), **(words or {"tokenizer.ggml.model": "no_vocab"})})
         for entry in entries:
             kind = gguf.GGMLQuantizationType[entry.kind]

@@ -359,16 +359,6 @@ def _read_own(cls: Any, config: Any, dtype: torch.dtype, path: Path, stored: Map
     return model
 
 
-def _own_config(path: Path, config: Any, fields: Mapping[str, Any]) -> Any:
-    """Returns the config that `write_gguf` kept; UserError where metadata were changed since."""
-    architecture = llama_cpp.architecture_of(config)
-    for own, value in llama_cpp.metadata_of(config, architecture)[0].items():
-        stored = _value(fields, "", key := f"{architecture.name}.{own}")
-        if stored != (float(np.float32(value)) if isinstance(value, float) else value):
-            raise UserError(f"{path}: {key} is {stored}, and {value} in {OWN_CONFIG}; export it again")
-    return config
-
-
 def _main_type(tensors: Iterable[Any]) -> tuple[torch.dtype, str | None]:
     """Returns bfloat16, or the dtype of a file without blocks whose numbers that changes; and the types of blocks."""
     by_size = sorted((t for t in tensors if len(t.shape) > 1), key=lambda t: -int(t.n_elements))
@@ -605,9 +595,18 @@ def read_config(path: Path) -> Any:
             ) from None
         raise UserError(f"{path}: a truncated or damaged GGUF file ({one_line(error)}); download it again") from error
     _refuse_without_model(path, file)
+    if (own := _value(file.fields, "", OWN_CONFIG)) is not None:
+        try:
+            config = transformers.AutoConfig.for_model(**json.loads(own))
+            architecture = llama_cpp.architecture_of(config)
+            for name, value in llama_cpp.metadata_of(config, architecture)[0].items():
+                stored = _value(file.fields, "", key := f"{architecture.name}.{name}")
+                if stored != (float(np.float32(value)) if isinstance(value, float) else value):
+                    raise ValueError(f"{key} is {stored}, and {value} in {OWN_CONFIG}; export it again")
+        except Exception as error:  # classes of configs raise what they like
+            raise UserError(f"{path}: {one_line(error)}") from error
+        return config
     try:
-        if (own := _value(file.fields, "", OWN_CONFIG)) is not None:
-            return _own_config(path, transformers.AutoConfig.for_model(**json.loads(own)), file.fields)
         config = transformers.AutoConfig.from_pretrained(
             path.parent, gguf_file=path.name, **huggingface.local_options()
         )

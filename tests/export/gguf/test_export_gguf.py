@@ -166,7 +166,11 @@ def test_the_file_of_every_architecture_gives_its_weights_back(family: str, form
     again = quant.open_model(tmp_path / "m.gguf", dtype="float32").model
     assert type(again) is type(result.model)
     kept, given = again.config.to_dict(), result.model.config.to_dict()
-    assert {key for key in kept | given if kept.get(key) != given.get(key)} <= {"architectures", "dtype"}
+    assert {key for key in kept | given if kept.get(key) != given.get(key)} <= {
+        "architectures",
+        "dtype",
+        "transformers_version",
+    }
     read_back = dict(again.named_parameters(remove_duplicate=False))
     for name, parameter in result.model.named_parameters(remove_duplicate=False):
         shift = 1 if family.startswith("Gemma") and "norm" in name else 0  # which rounds once more
@@ -187,8 +191,12 @@ def test_metadata_that_were_changed_since_are_told(tmp_path: Path) -> None:
     whole = (tmp_path / "m.gguf").read_bytes()
     place = whole.index(b"llama.rope.freq_base") + len("llama.rope.freq_base") + 4
     (tmp_path / "m.gguf").write_bytes(whole[:place] + np.float32(5e5).tobytes() + whole[place + 4 :])
-    said = r"m\.gguf: llama\.rope\.freq_base is 500000\.0, and 10000\.0 in blockscale\.config; export it again$"
+    said = r"/m\.gguf: llama\.rope\.freq_base is 500000\.0, and 10000\.0 in blockscale\.config; export it again$"
     with pytest.raises(UserError, match=said):
+        quant.open_model(tmp_path / "m.gguf")
+    damaged = whole.replace(b'"hidden_size": 128', b'"hidden_size": "12"')
+    (tmp_path / "m.gguf").write_bytes(damaged)
+    with pytest.raises(UserError, match=r"m\.gguf: .*hidden_size"):
         quant.open_model(tmp_path / "m.gguf")
 
 
@@ -252,6 +260,8 @@ def test_a_run_writes_a_file_in_place_of_a_checkpoint(tmp_path: Path) -> None:
     plans = {name: quant.make_plan(tiny_models.llama(**SIZES), name) for name in ("q8_0", "q6_k", "q4_0")}
     heads = [str(plan.by_name["lm_head"].weight) for plan in plans.values()]
     assert heads == ["q8_0", "q8_0", "q8_0"]  # Q6_K is no format for rows of 128
+    kept = quant.make_plan(tiny_models.llama(**SIZES), "q4_k_m", lm_head="16bit").by_name["lm_head"]
+    assert (kept.weight, kept.reason) == (None, "lm_head 16bit")
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     assert (kinds["token_embd.weight"], kinds["output.weight"]) == ("Q5_0", "Q8_0")
     assert (
