@@ -194,7 +194,7 @@ def test_metadata_that_were_changed_since_are_told(tmp_path: Path) -> None:
     said = r"/m\.gguf: llama\.rope\.freq_base is 500000\.0, and 10000\.0 in blockscale\.config; export it again$"
     with pytest.raises(UserError, match=said):
         quant.open_model(tmp_path / "m.gguf")
-    damaged = whole.replace(b'"hidden_size": 128', b'"hidden_size": "12"')
+    damaged = whole.replace(b'"hidden_size": 128', b'"hidden_size": "1"')
     (tmp_path / "m.gguf").write_bytes(damaged)
     with pytest.raises(UserError, match=r"m\.gguf: .*hidden_size"):
         quant.open_model(tmp_path / "m.gguf")
