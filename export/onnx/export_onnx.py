@@ -115,13 +115,13 @@ def write_onnx(
         program.metadata_props[PLAN_KEY] = plan.digest()
     program.metadata_props[ATTENTION_KEY] = "native" if plan is None or plan.attention is None else attention
     examples, planned = (inputs or {}).items(), {} if plan is None else plan.by_name
-    quantized = [name for name, module in model.named_modules() if isinstance(module, QuantLinear)]
+    rounded = [n for n, x in model.named_modules() if isinstance(x, QuantLinear) and x.weight_format.gguf]
     record = ExportRecord(
         dtypes=parameter_dtypes(model), capacity=capacity, genai=genai, runtime=runtime, versions=tracer_versions(),
         inputs={name: [_short(x.example.dtype), list(x.example.shape), list(x.dims)] for name, x in examples},
         shapes=[shapes] if isinstance(shapes, str) else list(shapes or ()) or None,
         kv_cache=None if kv_cache is None else kv_cache.name,
-        head=next((name for name in quantized if name in planned and planned[name].weight is None), None),
+        head=next((name for name in rounded if name not in planned or planned[name].weight is None), None),
         scales=_recorded_scales(attention_scales) if scales or kv_cache is not None else {},
     )  # fmt: skip
     program.metadata_props[EXPORT_KEY] = json_text(record.to_dict())

@@ -62,6 +62,18 @@ def test_a_tied_head_of_a_decoder_in_int4(tmp_path: Path) -> None:
     assert check_engine(out / "model.onnx", checkpoint, new=8).passed
 
 
+def test_a_checkpoint_without_a_plan(tmp_path: Path) -> None:
+    """As of another tool: the file itself tells that its head was rounded, and the check rounds it again."""
+    done = quantized("int4a16_g32")
+    checkpoint, out = tmp_path / "checkpoint", tmp_path / "out"
+    quant.save(done.model, done.plan, checkpoint)
+    (checkpoint / "plan.json").unlink()
+    assert heads_of(quant.export_model(checkpoint, "onnx", out, capacity=64))
+    told = CliRunner().invoke(main, ["check", str(out), "--source", str(checkpoint)])
+    assert told.exit_code == 0, told.output
+    assert " 0 of" not in told.output and "as the checkpoint is exported" in told.output
+
+
 def heads_of(exported: quant.Exported) -> list[dict[str, Any]]:
     return [layer for layer in exported.layers if layer["name"] == HEAD]
 
