@@ -342,10 +342,12 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
     """Records the calls of a chain's blocks on each batch; only the first block's hidden states are kept.
 
     The first batch runs through the whole chain. The others stop at its first block, and where that is called with
-    equal arguments (the same positions, the same mask), the later blocks are taken to be too; a batch for which it
-    is not runs through.
+    equal arguments (the same positions, the same mask), the later blocks are taken to be too. Where it is not, but they
+    got its own arguments in the first pass (the embedding of the time), they are taken to do so again; any other batch
+    runs through.
     """
     calls: list[dict[str, Call]] = []
+    shared: dict[str, dict[int | str, int | str]] | None = None
     for run in runs:
         # Rows of one length share positions and masks: one short pass then stands for a whole one.
         if calls:
@@ -354,9 +356,33 @@ def calls_of_chain(model: nn.Module, chain: Sequence[str], runs: Sequence[Callab
             if equal_but_hidden(lead_call, lead):
                 calls.append({**calls[0], chain[0]: lead.with_hidden(lead_call.hidden)})
                 continue
+            if shared is not None and (lead_call.hidden.shape, lead_call.streams) == (lead.hidden.shape, lead.streams):
+                own = _by_slot(lead_call.args, lead_call.kwargs)
+                slots = {name: {slot: own[of_lead] for slot, of_lead in shared[name].items()} for name in shared}
+                later = {name: calls[0][name].with_arguments(values) for name, values in slots.items()}
+                calls.append({chain[0]: lead_call, **later})
+                continue
         whole = capture(model, chain, run)
+        shared = shared if calls else _shared_arguments(whole)
         calls.append({**without_hidden(whole), chain[0]: whole[chain[0]]})
     return calls
+
+
+def _shared_arguments(calls: Mapping[str, Call]) -> dict[str, dict[int | str, int | str]] | None:
+    """Returns where the first block has each argument of a later one, by slots; None where it lacks one."""
+    lead, *_ = (_by_slot(call.args, call.kwargs) for call in calls.values())
+    shared: dict[str, dict[int | str, int | str]] = {}
+    for name, call in list(calls.items())[1:]:
+        hidden, shared[name] = {call.slot, *(stream.slot for stream in call.streams)}, {}
+        for slot, value in _by_slot(call.args, call.kwargs).items():
+            if slot in hidden:
+                continue
+            plain = value is None or isinstance(value, bool | int | float | str) or (type(value) is dict and not value)
+            same = [slot] if plain else [each for each in lead if lead[each] is value]
+            if not same or same[0] not in lead or (plain and lead[slot] != value):
+                return None
+            shared[name][slot] = same[0]
+    return shared
 
 
 def without_hidden(calls: Mapping[str, Call]) -> dict[str, Call]:

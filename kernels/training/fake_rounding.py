@@ -162,16 +162,9 @@ register(
 
 
 def round_weight(
-    weight: Tensor,
-    format: Format,
-    dtype: torch.dtype,
-    *,
-    scale: Tensor | None = None,
-    global_scale: Tensor | None = None,
-    rule: str = "max",
-    stored: torch.dtype = torch.float32,
-    clips: bool = True,
-) -> Tensor:
+    weight: Tensor, format: Format, dtype: torch.dtype, *, scale: Tensor | None = None, global_scale: Tensor | None =
+    None, rule: str = "max", stored: torch.dtype = torch.float32, clips: bool = True,
+) -> Tensor:  # fmt: skip
     """Returns the weight `[..., out, in]` that a packed model multiplies by, with straight-through gradients.
 
     Args:

@@ -300,8 +300,14 @@ def _image(
 ) -> Any:
     """Returns what the pipeline makes of a prompt: latents, or an array of pixels in [0, 1]."""
     call = {"generator": torch.Generator().manual_seed(seed + number), "return_dict": False, **options, **arguments}
-    with explained(type(pipe).__name__), torch.no_grad():
-        made = pipe(output_type=output_type, **call)[0]
+    try:
+        with explained(type(pipe).__name__), torch.no_grad():
+            made = pipe(output_type=output_type, **call)[0]
+    except UserError as error:
+        if "image" not in inspect.signature(pipe.__call__).parameters or "image" in call:
+            raise
+        way_out = "diffusers.AutoPipelineForText2Image.from_pipe(pipe).save_pretrained(DIR)"
+        raise UserError(f"{error}; if it is for want of an image, give the pipeline of text alone: {way_out}") from None
     return np.asarray(made) if output_type == "np" else made
 
 

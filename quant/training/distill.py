@@ -119,17 +119,10 @@ def distill(
 
 
 def distill(
-    student: nn.Module | str | Path,
-    teacher: AnyTeacher,
-    batch: Batch | None = None,
-    *,
-    out: str | Path | None = None,
-    overwrite: bool = False,
-    device: str = "auto",
-    listener: Listener = SILENT,
-    command: str = "quant.distill",
+    student: nn.Module | str | Path, teacher: AnyTeacher, batch: Batch | None = None, *, out: str | Path | None = None,
+    overwrite: bool = False, device: str = "auto", listener: Listener = SILENT, command: str = "quant.distill",
     **options: Any,
-) -> Tensor | Report:
+) -> Tensor | Report:  # fmt: skip
     """Gives the distillation loss of a batch, for a training loop of your own; or trains a quantized checkpoint.
 
         quant.prepare_qat(model, "nvfp4", rows, solver="gptq")

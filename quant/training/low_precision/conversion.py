@@ -241,16 +241,10 @@ def unconsidered(model: nn.Module, reasons: Collection[str]) -> dict[str, list[s
 
 @in_own_modes
 def to_low_precision_training(
-    model: nn.Module,
-    recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe] = "fp8_rowwise",
-    *,
-    backend: str = "auto",
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    on_nonfinite: str = "stop",
-    all_gather_fp8: bool = False,
-    attention: str = "16bit",
-) -> LowPrecisionTraining:
+    model: nn.Module, recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe] = "fp8_rowwise", *, backend: str
+    = "auto", include: Sequence[str] = (), exclude: Sequence[str] = (), on_nonfinite: str = "stop", all_gather_fp8: bool
+    = False, attention: str = "16bit",
+) -> LowPrecisionTraining:  # fmt: skip
     """Has the linear layers and fused experts of a model train in low precision; changes the model in place.
 
     State-dict keys, parameters, hooks, tied weights and optimizers stay as they are. Call it before `torch.compile`,
@@ -427,14 +421,9 @@ def _check_model(model: nn.Module) -> None:
 
 
 def reasons_to_keep(
-    model: nn.Module,
-    layers: Sequence[Layer],
-    recipe: TrainingRecipe,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    *,
-    small: bool,
-) -> dict[str, str]:
+    model: nn.Module, layers: Sequence[Layer], recipe: TrainingRecipe, include: Sequence[str], exclude: Sequence[str],
+    *, small: bool,
+) -> dict[str, str]:  # fmt: skip
     """Returns why linear layers and parameters of fused experts stay in 16 bit, by name; a plan has further reasons.
 
     `layers` are the model's, as a run has seen them; the globs are the caller's, each of which has to match a module.

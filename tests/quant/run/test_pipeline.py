@@ -555,3 +555,21 @@ def test_load_pipeline_says_what_a_directory_is(pipeline: Callable[[str], Path],
         quant.load_pipeline(pipeline("SD3"))
     with pytest.raises(quant.UserError, match="no pipeline of diffusers"):
         quant.load_pipeline(tmp_path)
+
+
+def test_a_pipeline_that_wants_an_image_is_told_the_one_of_text_alone(
+    pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path
+) -> None:
+    import diffusers
+
+    source = tmp_path / "image to image"
+    diffusers.StableDiffusion3Img2ImgPipeline.from_pretrained(pipeline("SD3"), dtype=torch.bfloat16).save_pretrained(
+        source
+    )
+    options = ("--format", "fp8_channel", "--solver", "rtn", "--calib", prompts, *_STEPS, "--out", tmp_path / "out")
+    refused = _quantize(source, *options)
+    way_out = "give the pipeline of text alone: diffusers.AutoPipelineForText2Image.from_pipe(pipe).save_pretrained("
+    assert refused.exit_code and way_out in refused.output and not (tmp_path / "out").exists()
+    pipe = diffusers.DiffusionPipeline.from_pretrained(source, dtype=torch.bfloat16)
+    diffusers.AutoPipelineForText2Image.from_pipe(pipe).save_pretrained(tmp_path / "text")
+    assert _quantize(tmp_path / "text", *options).exit_code == 0
