@@ -8,8 +8,9 @@ A small Llama and a small Qwen3-MoE of random weights over 256 tokens are quanti
 compressed-tensors and converted to ModelOpt's layout. SGLang's engine reads each checkpoint as it is and answers four
 rows of 64 tokens with the log-probabilities of all 256 tokens at each place, then writes eight tokens a row. The table
 has the KL divergence from `quant.load` on the CPU, in nats a token, as the checkpoint plans it and once with inputs in
-16 bit: on Hopper, SGLang's kernels for NVFP4 leave them there. "rounding" is that of BF16 weights from the same, which
-says how far an error in a scale would reach.
+16 bit: on Hopper, SGLang's kernels for NVFP4 leave them there. "rounding" is that of the model in BF16 from the same,
+which says how far an error in a scale would reach. A right engine is about as far from `quant.load` in FP32 as
+`quant.load` in BF16 is.
 
 `serve` needs SGLang alone, neither this package nor its requirements.
 """
@@ -44,7 +45,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 SIZES_OF_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
 NEW = 8
-_FEW_ROUNDINGS = 0.05  # of the KL of rounding the weights: kernels add in another order, in BF16
 _TIE = 0.05  # nats by which two tokens may change places
 
 
@@ -208,6 +208,11 @@ def checkpoints(args: argparse.Namespace) -> list[Path]:
     return [folder for folder in folders if (folder / "config.json").exists()]
 
 
+def answers_of(folder: Path) -> Path:
+    """The file of SGLang's answers: beside the checkpoint, whose tensors are all that its own directory may hold."""
+    return folder.with_name(f"sglang-{folder.name}.safetensors")
+
+
 def serve_one(folder: Path, options: dict[str, Any]) -> None:
     """One checkpoint in SGLang's engine; the answers, or the error, lie beside its weights."""
     import torch
@@ -241,7 +246,7 @@ def serve_one(folder: Path, options: dict[str, Any]) -> None:
                     steps[row, step, entry[1]] = entry[0]
         own[:, -1] = steps[:, 0]
         tokens = torch.tensor([answer["output_ids"][:NEW] for answer in answers])
-        save_file({"prompt": own, "steps": steps, "tokens": tokens}, folder / "sglang.safetensors")
+        save_file({"prompt": own, "steps": steps, "tokens": tokens}, answers_of(folder))
         kl = {name: divergence(own, expected[name]) for name in ("planned", "wide") if name in expected}
         note(folder, {"seconds": round(time.time() - start, 1), "kl": kl, "sglang": sglang.__version__,
                       "gpu": torch.cuda.get_device_name()})  # fmt: skip
@@ -271,34 +276,36 @@ def result_row(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     preset = next((preset for preset in PRESETS[name] if preset.replace(" ", "_") == written), written)
     row: dict[str, object] = {"model": name, "preset": preset, "layout": layout}
     result = json.loads((folder / "result.json").read_text()) if (folder / "result.json").exists() else {}
-    if not (folder / "sglang.safetensors").exists():
+    if not answers_of(folder).exists():
         return {**row, "verdict": error_of(folder, result), "KL": "", "KL, inputs in 16 bit": "", "rounding": ""}
-    own, expected = load_file(folder / "sglang.safetensors"), load_file(folder.parent / "expected.safetensors")
+    own, expected = load_file(answers_of(folder)), load_file(folder.parent / "expected.safetensors")
     planned = divergence(own["prompt"], expected["planned"])
     wide = divergence(own["prompt"], expected["wide"]) if "wide" in expected else planned
     rounding = divergence(expected["original"], expected["planned"]) if "original" in expected else 1.0
-    same, tokens = greedy(folder, own)
+    exact, usual, steps, tokens = beside_float32(folder, own, expected)
     return {**row, "verdict": "loads", "KL": planned, "KL, inputs in 16 bit": wide, "rounding": rounding,
-            "steps": same, "tokens by margin": tokens}  # fmt: skip
+            "from FP32": exact, "quant.load from FP32": usual, "steps": steps, "tokens by margin": tokens}  # fmt: skip
 
 
-def greedy(folder: Path, own: dict[str, Any]) -> tuple[float, str]:
-    """KL of the steps from `quant.load` on the tokens that SGLang wrote, and how many of them are its likeliest."""
+def beside_float32(folder: Path, own: dict[str, Any], expected: dict[str, Any]) -> tuple[float, float, float, str]:
+    """KL from `quant.load` in FP32 of SGLang and of `quant.load` in BF16, that of the steps, and SGLang's best tokens.
+
+    A rounding to BF16 moves an input over the boundary of two codes, so two right runs with rounded inputs differ.
+    """
     import torch
     import transformers
-    from safetensors.torch import load_file
 
     import quant
 
-    rows = load_file(folder.parent / "expected.safetensors")["tokens"]
-    if folder.name == "16-bit":
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    else:
-        model = quant.load(folder)
-    expected = log_probs(model, torch.cat([rows, own["tokens"]], 1))[:, rows.shape[1] - 1 : -1]
-    chosen = expected.gather(-1, own["tokens"][..., None])[..., 0]
-    near = expected.max(-1).values - chosen <= _TIE
-    return divergence(own["steps"], expected), f"{int(near.sum())} of {near.numel()}"
+    rows = expected["tokens"]
+    is_plain = folder.name == "16-bit"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder) if is_plain else quant.load(folder)
+    followed = log_probs(model, torch.cat([rows, own["tokens"]], 1))[:, rows.shape[1] - 1 : -1]
+    chosen = followed.gather(-1, own["tokens"][..., None])[..., 0]
+    near = followed.max(-1).values - chosen <= _TIE
+    exact = log_probs(model.float(), rows)
+    return (divergence(own["prompt"], exact), divergence(expected["planned"], exact),
+            divergence(own["steps"], followed), f"{int(near.sum())} of {near.numel()}")  # fmt: skip
 
 
 def error_of(folder: Path, result: dict[str, Any]) -> str:
