@@ -163,10 +163,7 @@ def _broken_shard(rank: int, folder: str) -> None:
 
 
 def test_ranks_see_each_others_nan_and_weights(tmp_path: Path) -> None:
-    """github.com/pytorch/pytorch/pull/115710: infinity in one rank's shard was not seen by the others.
-
-    github.com/vllm-project/compressed-tensors/pull/603: backends that know no FP8 send it as bytes.
-    """
+    """github.com/pytorch/pytorch/pull/115710: infinity in one rank's shard was not seen by the others."""
     run_ranks(_broken_shard, (str(tmp_path),), 2)
 
 

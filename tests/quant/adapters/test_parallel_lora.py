@@ -75,10 +75,6 @@ def joined(rank: int, folder: str, format: str) -> None:
 
 @pytest.mark.parametrize("format", ["nvfp4a16", pytest.param("mxfp8", marks=pytest.mark.slow)])
 def test_two_processes_train_adapters_as_one_does(format: str, tmp_path: Path) -> None:
-    """DDP joins and copies weights at its start, which quantized tensors of others refuse.
-
-    github.com/pytorch/ao/issues/1665 (NF4), github.com/modelscope/DiffSynth-Studio/pull/1674 (INT8).
-    """
     run_ranks(joined, (str(tmp_path), format), 2)
     ids = ROWS[:1]
     by_model, by_us = (quant.load(tmp_path / name)(ids).logits for name in ("by_model", "by_us"))
