@@ -33,6 +33,7 @@ import torch
 from _table import machine, show, versions, write_json
 
 import quant
+from quant.base.json_files import json_text
 from quant.export.onnx.engine_session import OnnxruntimeSession
 from quant.export.onnx.export_onnx import round_head, write_onnx
 from quant.export.onnx.genai import genai_config
@@ -98,7 +99,7 @@ def written(runtime: str, format: str, folder: Path, blocks: int) -> Path:
         cast_unquantized(model, {"fp32": "float32", "fp16": "float16"}[dtype])
         write_onnx(model, part / "model.onnx", capacity=0 if genai else CAPACITY, genai=genai, runtime="onnxruntime")
         if genai:
-            (part / "genai_config.json").write_text(json.dumps(genai_config(model)), encoding="utf-8")
+            (part / "genai_config.json").write_text(json_text(genai_config(model)), encoding="utf-8")
         return part.rename(out)
     target = "tensorrt" if runtime == "onnxruntime-tensorrt" else "onnxruntime"
     return quant.export_model(done, "onnx", out, dtype=dtype, capacity=CAPACITY, target=target).path
@@ -114,7 +115,7 @@ class Genai:
         config = json.loads(path.read_text(encoding="utf-8"))
         options = config["model"]["decoder"]["session_options"]
         options |= {"provider_options": [{"cuda": {}}]} if on_gpu else {"intra_op_num_threads": 1}
-        path.write_text(json.dumps(config), encoding="utf-8")
+        path.write_text(json_text(config), encoding="utf-8")
         self.library, self.model = genai, genai.Model(str(folder))
 
     def begin(self, rows: int) -> None:

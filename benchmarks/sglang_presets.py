@@ -167,7 +167,7 @@ def divergence(own: Any, expected: Any) -> float:
 
 def note(folder: Path, result: dict[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "result.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
+    (folder / "result.json").write_text(json.dumps(result, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -180,7 +180,8 @@ def serve(args: argparse.Namespace) -> None:
         if left < 10 or (folder / "result.json").exists():
             return
         options = {"port": 31000 + 20 * index, "nccl_port": 42000 + index, **args.engine}
-        command = [sys.executable, __file__, "--do", "serve", "--one", str(folder), "--engine", json.dumps(options)]
+        command = [sys.executable, __file__, "--do", "serve", "--one", str(folder), "--engine"]
+        command.append(json.dumps(options, allow_nan=False))
         with (folder / "sglang.log").open("w") as log, suppress(subprocess.TimeoutExpired):
             # The engine's processes are those of a session of their own, which is ended as a whole.
             process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)

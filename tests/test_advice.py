@@ -1788,7 +1788,7 @@ def test_every_option_that_a_message_names_is_an_option() -> None:
     }
     others = {
         "--kv-cache-dtype", "--local-dir", "--no-deps", "--nproc-per-node", "--repo-type", "--check", "--merge",
-        *old_names.OPTIONS, *old_names.OF_PLANS, *old_names.RENAMED, "--help", "--help-all",
+        "--allow-requantize", *old_names.OPTIONS, *old_names.OF_PLANS, *old_names.RENAMED, "--help", "--help-all",
     }  # fmt: skip
     strange = []
     rooms = ("quant", "formats", "recipes", "kernels", "calibration", "export")

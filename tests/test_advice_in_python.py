@@ -185,7 +185,7 @@ CALLS: dict[str, Case] = {
     ),
     "a cache below zero": (
         lambda: set_weight_cache(-1), "expected 0, which keeps none, or more",
-        lambda: set_weight_cache(0),
+        lambda: set_weight_cache(2 << 30),
     ),
     "two dtypes of attention": (
         lambda: attention(E4M3.half(), E4M3.bfloat16(), E4M3.bfloat16()), "expected one dtype of float8_e4m3fn, bf",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import random
@@ -241,6 +242,7 @@ def killed_at(number: int, work: Callable[[], None]) -> int:
         return counted
 
     def watched() -> None:
+        gc.collect()  # what earlier tests left behind deletes files of its own
         step_store.write_tensor_file = counting(step_store.write_tensor_file)  # type: ignore[attr-defined]
         step_store.write_atomically = counting(step_store.write_atomically)  # type: ignore[attr-defined]
         Path.rename = counting(Path.rename)  # type: ignore[method-assign]

@@ -45,6 +45,7 @@ def test_loading_imports_nothing_that_decides_or_measures() -> None:
         "quant.base.processor",
         "quant.base.torch_modes",
         "quant.models.gguf",
+        "quant.models.gguf_architectures",
         "quant.models.open_model",
         "quant.export.checkpoint.files.tensors",
         "quant.export.checkpoint.files.tensor_file",

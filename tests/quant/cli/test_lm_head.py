@@ -50,7 +50,6 @@ def test_the_head_is_quantized_and_its_error_is_in_the_report(tmp_path: Path, in
     [
         ({"hidden_size": 48}, ("--format", "fp8", "--lm-head", "mxfp8"), "in = 48 is not a multiple of mxfp8's block"),
         ({}, ("--format", "nvfp4", "--lm-head", "nvfp5"), "--lm-head nvfp5: unknown format"),
-        ({}, ("--format", "nvfp4", "--lm-head", "keep"), "leave that out"),
         ({}, ("--bits", "5", "--lm-head", "nvfp4"), "a budget counts the layers inside the model"),
         ({}, ("--plan", "plan.json", "--lm-head", "nvfp4"), "--plan says everything already"),
     ],
@@ -60,3 +59,13 @@ def test_what_cannot_be_is_said(
 ) -> None:
     result = run(saved(tmp_path, **fields), *arguments, "--out", tmp_path / "out")
     assert result.exit_code == 2 and message in result.stderr and not (tmp_path / "out").exists()
+
+
+def test_a_head_that_stays_in_16_bit_says_why() -> None:
+    model = tiny_models.llama(vocab_size=128)
+    model.other = model.lm_head
+    message = "lm_head stays in 16 bit: the model holds this module in several places, .*; leave that out"
+    with pytest.raises(quant.UserError, match=message):
+        quant.make_plan(model, "nvfp4", lm_head="fp8")
+    plan = quant.make_plan(model, "nvfp4", lm_head="keep")
+    assert next(layer.weight for layer in plan.layers if layer.name == "lm_head") is None
