@@ -77,9 +77,14 @@ def attention_scale(amax: Tensor, format: Format) -> Tensor:
 
 
 def collect_attention_scales(
-    model: nn.Module, rows: Tensor, *, kv_format: Format | None, attention_format: Format | None, granularity: str =
-    "tensor", session: Session | None = None,
-) -> dict[str, AttentionScales]:  # fmt: skip
+    model: nn.Module,
+    rows: Tensor,
+    *,
+    kv_format: Format | None,
+    attention_format: Format | None,
+    granularity: str = "tensor",
+    session: Session | None = None,
+) -> dict[str, AttentionScales]:
     """Returns KV-cache and attention scales of every attention module that `rows` reach, by module name.
 
     Formats of None keep the cache, or q, k, v and p inside attention, in 16 bit. k and v are observed for `kv_format`

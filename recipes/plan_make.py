@@ -76,8 +76,8 @@ _KEPT_NAMES = {
 @in_own_modes
 def make_plan(
     model: nn.Module | Mapping[str, Sequence[int]], recipe: str | Recipe = "nvfp4", *, include: Sequence[str] = (),
-    exclude: Sequence[str] = (), solver: str | None = None, effort: int = 0, lm_head: str | None = None, run:
-    Callable[[nn.Module], Any] | None = None,
+    exclude: Sequence[str] = (), solver: str | None = None, effort: int = 0, lm_head: str | None = None,
+    run: Callable[[nn.Module], Any] | None = None,
 ) -> Plan:  # fmt: skip
     """Decides a format for every layer; reads no weight, so `model` may be on the meta device.
 

@@ -251,8 +251,8 @@ def _on_linears(work: Callable[Concatenate[nn.Module, _P], _R]) -> Callable[Conc
 @in_own_modes
 @_on_linears
 def allocate(
-    model: nn.Module, rows: Tensor, goal: Goal, *, held_out: HeldOut | None = None, counts: Counts = _COUNTS, device:
-    Device = None, progress: Progress | None = None, **options: Unpack[OptionArguments],
+    model: nn.Module, rows: Tensor, goal: Goal, *, held_out: HeldOut | None = None, counts: Counts = _COUNTS,
+    device: Device = None, progress: Progress | None = None, **options: Unpack[OptionArguments],
 ) -> Allocation:  # fmt: skip
     """Decides a format for every layer; the model is as before afterwards.
 

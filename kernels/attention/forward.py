@@ -254,9 +254,14 @@ class AttentionOperands:
 
 
 def quantize_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scales: Scales | None = None, hadamard: bool = False, laid_out: bool | None =
-    None,
-) -> AttentionOperands:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    scales: Scales | None = None,
+    hadamard: bool = False,
+    laid_out: bool | None = None,
+) -> AttentionOperands:
     """Returns E4M3 operands of attention.
 
     Args:

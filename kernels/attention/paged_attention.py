@@ -78,9 +78,16 @@ def pages_of(cache: Tensor, kv_heads: int, page_size: int, dim: int, scales: tup
 
 
 def paged_attention(
-    q: Tensor, pages: KVPages, block_table: Tensor, lengths: Tensor, *, max_length: int | None = None, shortest: int |
-    None = None, tiles: DecodeTiles | None = None, **keywords: Unpack[ScoreKeywords],
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    pages: KVPages,
+    block_table: Tensor,
+    lengths: Tensor,
+    *,
+    max_length: int | None = None,
+    shortest: int | None = None,
+    tiles: DecodeTiles | None = None,
+    **keywords: Unpack[ScoreKeywords],
+) -> Tensor:
     """Returns softmax(cap(q kᵀ · softmax_scale) + mask) v over the keys and values in `pages`, in the dtype of q.
 
     Args:

@@ -28,8 +28,8 @@ _Piece = tuple[slice, tuple[Tensor, Tensor]]
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, *, compute: torch.dtype = torch.float32, round_p: bool = True, **keywords:
-    Unpack[AttentionKeywords],
+    q: Tensor, k: Tensor, v: Tensor, *, compute: torch.dtype = torch.float32, round_p: bool = True,
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Returns `quant.kernels.attention.forward.attention` with every option, and its log-sum-exp, in plain PyTorch.
 

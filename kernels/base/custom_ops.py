@@ -26,10 +26,17 @@ _AUTOCAST_KEYS = {
 
 
 def register(
-    name: str, schema: str, fake: Callable[..., Any], *, default: Callable[..., Any], cuda: Callable[..., Any] | None =
-    None, where: Callable[[Tensor], bool] | None = None, autograd: Any = None, gradients_of: Sequence[int] = (0,),
+    name: str,
+    schema: str,
+    fake: Callable[..., Any],
+    *,
+    default: Callable[..., Any],
+    cuda: Callable[..., Any] | None = None,
+    where: Callable[[Tensor], bool] | None = None,
+    autograd: Any = None,
+    gradients_of: Sequence[int] = (0,),
     in_autocast: bool = True,
-) -> None:  # fmt: skip
+) -> None:
     """Defines an op with a body for any device, and perhaps one for GPUs.
 
     Args:

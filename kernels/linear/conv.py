@@ -118,9 +118,12 @@ class QuantConv(ConvGeometry, QuantizedModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self, weight: BlockScaledTensor, conv: nn.Module, activation: Format | None = None, input_scale: Tensor | None =
-        None,
-    ) -> None:  # fmt: skip
+        self,
+        weight: BlockScaledTensor,
+        conv: nn.Module,
+        activation: Format | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
         assert isinstance(conv, nn.modules.conv._ConvNd)
         codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)
         super().__init__(replace(weight, codes=codes.contiguous()), activation, input_scale, conv.weight.dtype)

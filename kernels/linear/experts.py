@@ -39,8 +39,8 @@ more; with 4 rows it takes up to 1.17."""
 
 
 def grouped_linear(
-    x: Tensor, weight: BlockScaledTensor, offsets: Tensor, input_scale: Tensor | None = None, activation: Format | None
-    = None, bias: Tensor | None = None,
+    x: Tensor, weight: BlockScaledTensor, offsets: Tensor, input_scale: Tensor | None = None,
+    activation: Format | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Returns `y[i] = x[i] · W[expert of i]ᵀ + bias[expert of i]`; rows beyond the last offset are undefined.
 
@@ -379,8 +379,9 @@ class QuantExperts(QuantizedModule, ExpertStack):
 
 
 def experts_forward(
-    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor, observe: Callable[[str, int, Tensor],
-    None] | None = None, until: str | None = None, after: Callable[[str, int, Tensor], Tensor] | None = None,
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor,
+    observe: Callable[[str, int, Tensor], None] | None = None, until: str | None = None,
+    after: Callable[[str, int, Tensor], Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Computes the forward pass of a transformers experts module whose projections are `QuantExperts`, or parameters.
 

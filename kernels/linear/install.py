@@ -51,9 +51,12 @@ def _fused(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
 
 
 def install_weight(
-    model: nn.Module, layer: LayerPlan, weight: BlockScaledTensor, input_scale: Tensor | None, parts: RunTimeParts |
-    None = None,
-) -> None:  # fmt: skip
+    model: nn.Module,
+    layer: LayerPlan,
+    weight: BlockScaledTensor,
+    input_scale: Tensor | None,
+    parts: RunTimeParts | None = None,
+) -> None:
     """Replaces the layer's weight by a quantized module. A bias stays as it is, as do hooks and users' attributes."""
     parent_name, _, last = layer.name.rpartition(".")
     parent = model.get_submodule(parent_name)

@@ -162,9 +162,16 @@ register(
 
 
 def round_weight(
-    weight: Tensor, format: Format, dtype: torch.dtype, *, scale: Tensor | None = None, global_scale: Tensor | None =
-    None, rule: str = "max", stored: torch.dtype = torch.float32, clips: bool = True,
-) -> Tensor:  # fmt: skip
+    weight: Tensor,
+    format: Format,
+    dtype: torch.dtype,
+    *,
+    scale: Tensor | None = None,
+    global_scale: Tensor | None = None,
+    rule: str = "max",
+    stored: torch.dtype = torch.float32,
+    clips: bool = True,
+) -> Tensor:
     """Returns the weight `[..., out, in]` that a packed model multiplies by, with straight-through gradients.
 
     Args:

@@ -214,9 +214,9 @@ def evaluate_texts(
 
 @in_own_modes
 def evaluate(
-    model: nn.Module, rows: Tensor | Inputs, baseline: nn.Module | None = None, *, batch_size: int = 1, dtype:
-    torch.dtype | None = torch.float32, device: Device = None, progress: Reporter | None = None, worst: WorstPredictions
-    | None = None,
+    model: nn.Module, rows: Tensor | Inputs, baseline: nn.Module | None = None, *, batch_size: int = 1,
+    dtype: torch.dtype | None = torch.float32, device: Device = None, progress: Reporter | None = None,
+    worst: WorstPredictions | None = None,
 ) -> Evaluation:  # fmt: skip
     """Measures `model` on `rows`, and against `baseline` where given.
 

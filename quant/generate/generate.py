@@ -117,9 +117,17 @@ class Generation:
 
 
 def generate(
-    model: nn.Module, tokenizer: Any, prompt: str, max_new_tokens: int, *, device: Device = "auto", dtype: str | None =
-    None, attention: str | None = None, kv_cache: str | None = None, on_text: Callable[[str], object] | None = None,
-) -> Generation:  # fmt: skip
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str,
+    max_new_tokens: int,
+    *,
+    device: Device = "auto",
+    dtype: str | None = None,
+    attention: str | None = None,
+    kv_cache: str | None = None,
+    on_text: Callable[[str], object] | None = None,
+) -> Generation:
     """Continues `prompt` with the likeliest tokens, until one that ends the text or `max_new_tokens`.
 
     Args:

@@ -166,8 +166,8 @@ def _is_calibrated(module: nn.Module, format: Format) -> bool:
 
 
 def mask_unless_causal(
-    *, kv_length: int, kv_offset: int = 0, mask_function: Any = None, attention_mask: Tensor | None = None, local_size:
-    int | None = None, **arguments: Any,
+    *, kv_length: int, kv_offset: int = 0, mask_function: Any = None, attention_mask: Tensor | None = None,
+    local_size: int | None = None, **arguments: Any,
 ) -> Tensor | None:  # fmt: skip
     """Returns None for a causal mask, which our functions apply (with a window, too); else bool, True where seen."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask

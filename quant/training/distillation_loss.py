@@ -47,8 +47,8 @@ _KIND = "blockscale teacher"
 
 
 def cache_teacher(
-    teacher: nn.Module, rows: Tensor, path: str | Path, *, k: int = 64, temperature: float = 1.0, progress:
-    Callable[[int, int], None] | None = None,
+    teacher: nn.Module, rows: Tensor, path: str | Path, *, k: int = 64, temperature: float = 1.0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> None:  # fmt: skip
     """Writes the teacher's `k` likeliest next tokens at each position of `rows`.
 

@@ -65,11 +65,21 @@ _TURNS = 4
 
 @in_own_modes
 def prepare_qat(
-    model: nn.Module, plan: Plan | Recipe | str | None = None, data: Any = None, *, solver: str | None = None, include:
-    Sequence[str] = (), exclude: Sequence[str] = (), scales: str | None = None, track_inputs: int = 0, dtype:
-    torch.dtype | None = torch.float32, device: Device = None, progress: Progress | None = None, original: nn.Module |
-    None = None, on_nonfinite: str = "stop",
-) -> Plan:  # fmt: skip
+    model: nn.Module,
+    plan: Plan | Recipe | str | None = None,
+    data: Any = None,
+    *,
+    solver: str | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    scales: str | None = None,
+    track_inputs: int = 0,
+    dtype: torch.dtype | None = torch.float32,
+    device: Device = None,
+    progress: Progress | None = None,
+    original: nn.Module | None = None,
+    on_nonfinite: str = "stop",
+) -> Plan:
     """Makes a model train its weights under exactly the rounding that it will be deployed with; changes it in place.
 
     A model in 16 bit is quantized first, by the plan's solvers, and training starts at that model's loss. A model that

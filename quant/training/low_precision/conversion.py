@@ -241,9 +241,9 @@ def unconsidered(model: nn.Module, reasons: Collection[str]) -> dict[str, list[s
 
 @in_own_modes
 def to_low_precision_training(
-    model: nn.Module, recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe] = "fp8_rowwise", *, backend: str
-    = "auto", include: Sequence[str] = (), exclude: Sequence[str] = (), on_nonfinite: str = "stop", all_gather_fp8: bool
-    = False, attention: str = "16bit",
+    model: nn.Module, recipe: str | TrainingRecipe | Mapping[str, str | TrainingRecipe] = "fp8_rowwise", *,
+    backend: str = "auto", include: Sequence[str] = (), exclude: Sequence[str] = (), on_nonfinite: str = "stop",
+    all_gather_fp8: bool = False, attention: str = "16bit",
 ) -> LowPrecisionTraining:  # fmt: skip
     """Has the linear layers and fused experts of a model train in low precision; changes the model in place.
 
