@@ -23,7 +23,7 @@ result = quant.quantize(source.model, parsed.recipe, rows, effort=1)
 ours, theirs, back = (f"{parsed.out}/{name}" for name in ("compressed-tensors", "modelopt", "back"))
 quant.save(result.model, result.plan, ours, tokenizer=tokenizer, overwrite=True)
 
-# TensorRT-LLM and TensorRT Edge-LLM read ModelOpt's layout; vLLM and SGLang read both.
+# TensorRT-LLM and TensorRT Edge-LLM read ModelOpt's layout; vLLM reads both, and SGLang in FP8 and NVFP4.
 quant.convert(ours, theirs, "modelopt", overwrite=True)
 quant.convert(theirs, back, "compressed-tensors", overwrite=True)
 first, second = (load_file(f"{directory}/model.safetensors") for directory in (ours, back))

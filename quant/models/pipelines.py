@@ -110,6 +110,10 @@ def open_pipeline(path: Path, **components: Any) -> Any:
     """
     diffusers: Any = require("diffusers", "diffusion")
     dtypes = {name: dtype for name in components_of(path) if (dtype := _dtype_of(path / name)) is not None}
+    name = read_fields(path / INDEX).get("_class_name")
+    if isinstance(name, str) and not hasattr(diffusers, name):
+        has = f"diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have"
+        raise UserError(f"{path / INDEX}: {has}: pip install --upgrade diffusers")
     logging = diffusers.utils.logging
     logging.disable_progress_bar()
     with explained(path):

@@ -309,7 +309,7 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     latin.write_text("a red fox\na k\u00e4tzchen\n", encoding="latin-1")
     given.write_text('a red fox\n{"prompt": "a cat", "output_type": "pil"}\n')
     single.write_text("a red fox\n")
-    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied", "weightless")}
+    copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied", "weightless", "newer")}
     for copy in copies.values():
         shutil.copytree(source, copy)
     save_file({"transformer.proj_out.lora_A.weight": torch.zeros(4, 64)}, copies["lora"] / "style.safetensors")
@@ -319,6 +319,8 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     fields["quantization_config"] = {"quant_method": "bitsandbytes"}
     (copies["quantized"] / "transformer/config.json").write_text(json.dumps(fields))
     index = json.loads((copies["vae_only"] / "model_index.json").read_text())
+    renamed = {**index, "_class_name": "StableDiffusion9Pipeline"}
+    (copies["newer"] / "model_index.json").write_text(json.dumps(renamed))
     (copies["vae_only"] / "model_index.json").write_text(
         json.dumps({key: value for key, value in index.items() if key != "transformer"})
     )
@@ -327,6 +329,7 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
         (copies["vae_only"], calib, "no transformer and no unet"),
         (copies["quantized"], calib, "is quantized already (bitsandbytes)"),
         (copies["lora"], calib, "weight_name='style.safetensors'); pipe.fuse_lora()"),
+        (copies["newer"], calib, "has no pipeline StableDiffusion9Pipeline; a newer one may have: pip install"),
         (copies["emptied"], calib, "is not there, though model_index.json names it; give the whole pipeline"),
         (
             copies["weightless"],
