@@ -113,7 +113,7 @@ def open_pipeline(path: Path, **components: Any) -> Any:
     name = read_fields(path / INDEX).get("_class_name")
     if isinstance(name, str) and not hasattr(diffusers, name):
         has = f"diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have"
-        raise UserError(f"{path / INDEX}: {has}: pip install --upgrade diffusers")
+        raise UserError(f"{path / INDEX}: {has}: pip install -U diffusers")
     logging = diffusers.utils.logging
     logging.disable_progress_bar()
     with explained(path):
