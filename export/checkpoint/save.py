@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -410,8 +410,7 @@ def attach(model: nn.Module, plan: Plan) -> None:
         for outer in ("", "base_model.model.")
         for inner in ("", ".base_layer")
     ]
-    if not _packed:
-        register_optimizer_step_pre_hook(_warn_of_packed_layers)
+    _watch_optimizers()
     _packed[model] = plan
     if not hasattr(model, "save_pretrained"):
         return
@@ -423,7 +422,15 @@ def attach(model: nn.Module, plan: Plan) -> None:
     model.save_pretrained = partial(save_pretrained, model)  # type: ignore[assignment]
 
 
+@cache
+def _watch_optimizers() -> None:
+    # Once: PyTorch keeps each registration, and would call the function as often at every step.
+    register_optimizer_step_pre_hook(_warn_of_packed_layers)
+
+
 def _warn_of_packed_layers(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    if not _packed:
+        return
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for model, plan in list(_packed.items()):
         if names := [name for name, p in model.named_parameters() if p.requires_grad and id(p) in held]:

@@ -305,12 +305,13 @@ def load(path: Path, dtype: torch.dtype | None, meta: bool) -> tuple[nn.Module, 
     with huggingface.quiet(), shared_parsing():
         config = read_config(path)
         cls = huggingface.model_class(config, str(path))
-        stored = {tensor.name: tensor for tensor in require("gguf", "hf").GGUFReader(path).tensors}
+        file = require("gguf", "hf").GGUFReader(path)
+        stored = {tensor.name: tensor for tensor in file.tensors}
         own_dtype, types = _main_type(stored.values())
         dtype = dtype or own_dtype
         if meta:
             model = huggingface.outline(cls, config, dtype, path)
-        elif OWN_CONFIG in require("gguf", "hf").GGUFReader(path).fields:
+        elif OWN_CONFIG in file.fields:
             model = _read_own(cls, config, dtype, path, stored)
         else:
             # NVFP4's global scales, float32, by the names of the tensors that they multiply.
