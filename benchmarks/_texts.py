@@ -21,6 +21,8 @@ import quant
 
 Part = Literal["choose", "report"]
 SEQLEN = 512
+TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"  # of SmolLM2's vocabulary
+_PAGES = {"calibration": "calibration.txt", "eval": "evaluation.txt"}  # the same texts, for other tokenizers
 _CHARACTERS = 6000  # of a file, so that a few rows hold several
 
 
@@ -37,6 +39,13 @@ def reference_rows(tokenizer: Any, rows: int, part: Part, seqlen: int = SEQLEN) 
 
     texts = (topics[name][:_CHARACTERS] for name in _drawn(sorted(topics), part))
     return quant.calibration_rows(texts, tokenizer, samples=rows, seqlen=seqlen)
+
+
+def wikitext_rows(part: str, model: str, tokenizer: Any, rows: int, seqlen: int = SEQLEN) -> torch.Tensor:
+    """Rows of WikiText-2, int64 `[rows, seqlen]`: `calibration` of its validation text, `eval` of its test text."""
+    if model == "smollm2-135m":
+        return quant.token_rows(f"{TOKENS}:{part}", None, samples=rows, seqlen=seqlen)
+    return page_rows(TOKENS.with_name(_PAGES[part]), tokenizer, rows, seqlen)
 
 
 def page_rows(file: Path, tokenizer: Any, rows: int, seqlen: int = SEQLEN) -> torch.Tensor:

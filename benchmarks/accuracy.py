@@ -61,7 +61,7 @@ from _peers import (
     torchao_configurations,
 )
 from _table import machine, show, versions, write_json
-from _texts import page_rows, python_rows, reference_rows
+from _texts import TOKENS, page_rows, python_rows, reference_rows, wikitext_rows
 from _workers import measure_all, serve, visible_gpus
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -84,8 +84,6 @@ from quant.recipes.solver_names import rows_of, solver_of
 
 TITLE = "Accuracy after quantization"
 MODEL = "smollm2-135m"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
-PAGES = {"calibration": "calibration.txt", "eval": "evaluation.txt"}  # the same texts, for other tokenizers
 
 
 # The compositions worth a row at four bits, of which those appear that the registry knows.
@@ -156,8 +154,8 @@ def write_texts(
     seqlen = _seqlen(tokens)
 
     def wikitext(part: str, samples: int) -> torch.Tensor:
-        if tokens == TOKENS and settings.model != MODEL:  # those tokens are of SmolLM2's vocabulary
-            return page_rows(TOKENS.with_name(PAGES[part]), tokenizer, samples, seqlen)
+        if tokens == TOKENS:
+            return wikitext_rows(part, settings.model, tokenizer, samples, seqlen)
         return quant.token_rows(f"{tokens}:{part}", None, samples=samples, seqlen=seqlen)
 
     evaluated = wikitext("eval", rows)

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from _peers import auto_quantize, exact_bits, modelopt_on_cpu
 from _table import machine, show, versions, write_json
+from _texts import TOKENS
 from torch import nn
 
 import quant
@@ -48,7 +49,6 @@ from quant.evaluation.evaluate import evaluate
 from quant.models.open_model import open_model
 
 TITLE = "Allocation: KL at a budget of bits"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 SETTINGS = {"w4a4": "nvfp4,fp8", "w4a16": "nvfp4a16,fp8a16"}
 BITS = (4.8, 6.0)
 SOLVERS = {"w4a4": ("rtn", "awq+gptq"), "w4a16": ("rtn", "gptq")}

@@ -24,8 +24,8 @@ from pathlib import Path
 import click
 import torch
 from _table import machine, show, versions
-from _texts import SEQLEN, python_rows
-from layer_error import TOKENS, inputs_of
+from _texts import SEQLEN, TOKENS, python_rows
+from layer_error import inputs_of
 from torch import Tensor
 
 import quant

@@ -17,8 +17,7 @@ from functools import partial
 import click
 import torch
 from _table import machine, show, versions
-from _texts import SEQLEN, python_rows, reference_rows
-from layer_error import TOKENS
+from _texts import SEQLEN, TOKENS, python_rows, reference_rows
 from torch import Tensor, nn
 from torch.nn import functional
 

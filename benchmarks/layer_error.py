@@ -21,7 +21,7 @@ from pathlib import Path
 import click
 import torch
 from _table import machine, show, versions
-from _texts import SEQLEN, python_rows, reference_rows
+from _texts import SEQLEN, TOKENS, python_rows, reference_rows
 from torch import Tensor, nn
 
 import quant
@@ -33,7 +33,6 @@ from quant.calibration.statistics import MomentSum, diagonal_blocks
 from quant.formats.format import Format, get_format
 
 TITLE = "Output error of single layers"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 LAYERS = "model.layers.3.self_attn.q_proj,model.layers.15.mlp.up_proj,model.layers.3.mlp.down_proj"
 
 

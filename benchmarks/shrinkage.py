@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import torch
 from _table import machine, show, versions
-from _texts import SEQLEN, python_rows
+from _texts import SEQLEN, TOKENS, python_rows
 
 import quant
 from quant.calibration import statistics
@@ -21,7 +21,6 @@ from quant.evaluation.evaluate import evaluate
 from quant.recipes.recipe import Recipe
 
 TITLE = "Shrinkage of second moments"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 
 
 @click.command(help=__doc__)

@@ -24,6 +24,7 @@ from typing import Any
 import click
 import torch
 from _table import machine, show, versions, write_json
+from _texts import TOKENS
 from safetensors import safe_open
 from torch import nn
 
@@ -32,7 +33,6 @@ from quant.calibration.statistics import round_activation
 from quant.evaluation.evaluate import evaluate
 from quant.kernels.linear.quant_linear import QuantLinear
 
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 # Recipe and solver: the quick ones first, for a budget of seconds may cut the list.
 CONFIGURATIONS = (
     ("nvfp4a16", "gptq"),

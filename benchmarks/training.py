@@ -30,7 +30,7 @@ import click
 import torch
 from _peers import _modelopt_config
 from _table import machine, show, versions
-from _texts import SEQLEN, python_rows, reference_rows
+from _texts import SEQLEN, python_rows, reference_rows, wikitext_rows
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -42,7 +42,6 @@ from quant.evaluation.evaluate import evaluate
 from quant.training.train_loop import Hyperparameters, Trained, train, train_only_rounded
 
 TITLE = "Training under the deployed rounding"
-TOKENS = Path(__file__).parent / "data" / "smollm2_wikitext2_512.safetensors"
 
 
 def modelopt(model: nn.Module, preset: str, rows: torch.Tensor) -> None:
@@ -124,7 +123,7 @@ def main(
 
     def drawn(count: int) -> torch.Tensor:
         if text == "wikitext":
-            return quant.token_rows(f"{TOKENS}:calibration", None, samples=count, seqlen=SEQLEN)
+            return wikitext_rows("calibration", model, tokenizer, count)
         plan = quant.make_plan(teacher, preset, solver="gptq")
         return mixed_text(teacher, plan, tokenizer, Session.on(device), samples=count, seqlen=SEQLEN)[0]
 
@@ -135,7 +134,7 @@ def main(
         calibration = torch.cat([calibration, own_text[:calibration_own]])
     material = material.unflatten(1, (-1, seqlen)).flatten(0, 1)
     texts = {
-        "WikiText-2": quant.token_rows(f"{TOKENS}:eval", None, samples=rows, seqlen=SEQLEN),
+        "WikiText-2": wikitext_rows("eval", model, tokenizer, rows),
         "Python source": python_rows(tokenizer, rows, "report"),
         "prose on Python": reference_rows(tokenizer, rows, "report"),
     }
