@@ -150,6 +150,11 @@ class AttentionOptions(NamedTuple):
         return self.q_scale, self.k_scale, self.v_scale
 
     @property
+    def reach(self) -> int:
+        """The window for kernels, which add it to positions in 32 bits; 0 for none."""
+        return min(self.window or 0, 1 << 30)
+
+    @property
     def strides(self) -> list[int]:
         """Strides of the three scales along batch, head and block; 0 where there are none."""
         return [n for scale in self.scales for n in scale.stride()] if self.scales else [0] * 9

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.kernels.attention.kv_pages import KVPages
-from quant.kernels.base.launch import check_tensors
+from quant.kernels.base.launch import check_tensors, on_its_gpu
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 
 _HEADS = 8  # heads of one program: enough for a coalesced access, few enough that one token occupies several SMs
@@ -98,8 +98,7 @@ def rotate(positions: Tensor, q: Tensor, k: Tensor, cache: Tensor, dim: int) -> 
     if len(q):
         rotate_kernel[len(q), triton.cdiv(heads, _HEADS) + triton.cdiv(kv_heads, _HEADS)](
             q, k, positions, cache, *turned, q.stride(0), k.stride(0), heads, kv_heads, half=half,
-            width=triton.next_power_of_2(half), block=_HEADS, num_warps=4, **overlap_options(q),
-            enable_fp_fusion=True,
+            width=triton.next_power_of_2(half), block=_HEADS, num_warps=4, **overlap_options(q), enable_fp_fusion=True,
         )  # fmt: skip
     return turned
 
@@ -114,8 +113,7 @@ def store_rows(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Te
         store_rows_kernel[(len(slots),)](
             k, v, k_cache, v_cache, slots, k.stride(0), v.stride(0), page_stride, slot_stride, head_stride,
             k_cache.shape[1], heads, dim=dim, width=triton.next_power_of_2(dim), block=triton.next_power_of_2(heads),
-            num_warps=4, **overlap_options(k),
-            enable_fp_fusion=True,
+            num_warps=4, **overlap_options(k), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -258,6 +256,7 @@ def largest_of_row_kernel(tops, columns, out, pieces, width: tl.constexpr, overl
     tl.store(out + row, first.to(out.dtype.element_ty))
 
 
+@on_its_gpu
 def add_rmsnorm(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, *, offset: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -277,12 +276,12 @@ def add_rmsnorm(
         add_rmsnorm_kernel[len(x),](
             x, x if residual is None else residual, weight, hidden, out, columns, eps,
             add=residual is not None, offset=offset, width=width, num_warps=min(max(width // 256, 1), 16),
-            **overlap_options(x),
-            enable_fp_fusion=True,
+            **overlap_options(x), enable_fp_fusion=True,
         )  # fmt: skip
     return out, hidden
 
 
+@on_its_gpu
 def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
     """Returns `silu(gate) · up`, `[tokens, intermediate]`, of both `[tokens, 2 · intermediate]`, gate first."""
     # With `gelu`, the gate passes gelu, approximated by tanh, instead of silu.
@@ -299,6 +298,7 @@ def swiglu(both: Tensor, *, gelu: bool = False) -> Tensor:
     return out
 
 
+@on_its_gpu
 def rotate_and_store(
     qkv: Tensor, cos: Tensor, sin: Tensor, pages: KVPages, block_table: Tensor, lengths: Tensor, *,
     norms: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, offset: bool = False,
@@ -341,6 +341,7 @@ def rotate_and_store(
     return q
 
 
+@on_its_gpu
 def greedy(logits: Tensor) -> Tensor:
     """Returns the first column of the largest logit of each row, int64 `[tokens]`; -1 where a logit is NaN."""
     check_operands("greedy", logits, {"logits": (logits, logits.shape)})

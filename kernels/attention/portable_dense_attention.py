@@ -258,8 +258,7 @@ def attend_fp8(
     if in_graph or out.numel():
         kernel[triton.cdiv(seq_q, tiles.block_q), heads, batch](
             q, k, v, scales, heads, k.shape[1], seq_q, k.shape[2], out,
-            softmax_scale=softmax_scale, causal=causal, dim=dim, **vars(tiles),
-            enable_fp_fusion=True,
+            softmax_scale=softmax_scale, causal=causal, dim=dim, **vars(tiles), enable_fp_fusion=True,
         )  # fmt: skip
 
 
@@ -276,9 +275,8 @@ def attend(
     grid = (triton.cdiv(options.max_seqlen_q, tiles.block_q), heads, options.sequences(batch))
     dense_attention_with_options[grid](
         q, k, v, options.q_scale, options.k_scale, options.v_scale, options.cu_seqlens_q, options.cu_seqlens_k,
-        heads, kv_heads, tokens_q, tokens_kv, tokens_q, tokens_kv, options.window or 0, *options.strides,
+        heads, kv_heads, tokens_q, tokens_kv, tokens_q, tokens_kv, options.reach, *options.strides,
         options.softmax_scale, options.softcap or 0.0, out, lse,
         causal=options.causal, windowed=options.window is not None, capped=options.softcap is not None,
-        scale_block=SCALE_BLOCK, dim=dim, width=triton.next_power_of_2(dim), **vars(tiles),
-        enable_fp_fusion=True,
+        scale_block=SCALE_BLOCK, dim=dim, width=triton.next_power_of_2(dim), **vars(tiles), enable_fp_fusion=True,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.kernels.attention.attention_operands import SCALE_BLOCK, QuantizedParts, Scales, scale_blocks
+from quant.kernels.base.launch import on_its_gpu
 from quant.kernels.base.portable_small_floats import amax_of, finite_or_nan, larger
 from quant.kernels.rounding.hadamard import hadamard_block, sign_matrices
 
@@ -174,8 +175,7 @@ def lay_out_v(v: Tensor, cu_seqlens: Tensor | None = None, longest: int | None =
     grid = (triton.cdiv(longest or tokens, SCALE_BLOCK), batch * heads, sequences)
     fp8_lay_out_v_kernel[grid](
         v.view(torch.uint8), cu_seqlens, out, tokens, padded, packed=cu_seqlens is not None, dim=dim,
-        width=triton.next_power_of_2(dim), block=SCALE_BLOCK, num_warps=4,
-        enable_fp_fusion=True,
+        width=triton.next_power_of_2(dim), block=SCALE_BLOCK, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out.view(v.dtype)
 
@@ -200,12 +200,12 @@ def decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     fp8_blocks_decode_kernel[scale_blocks(tokens), batch * heads](
         codes, scale.contiguous(), out, tokens, dim=dim, width=triton.next_power_of_2(dim), rows=SCALE_BLOCK,
-        num_warps=8,
-        enable_fp_fusion=True,
+        num_warps=8, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
+@on_its_gpu
 def quantize_qkv(
     q: Tensor, k: Tensor, v: Tensor, scales: Scales | None, hadamard: bool, laid_out: bool
 ) -> QuantizedParts:

@@ -35,6 +35,7 @@ from torch import Tensor
 from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
 from quant.kernels.base import hardware
+from quant.kernels.base.launch import on_its_gpu
 from quant.kernels.base.portable_dependent_launch import overlap_options, start_next, wait_for_previous
 from quant.kernels.base.portable_small_floats import compilable, decode_e4m3
 
@@ -346,6 +347,7 @@ def paged_attention_reduce_kernel(
     tl.store(out + at, (value / tl.where(total > 0, total, 1.0)).to(out.dtype.element_ty), mask=column < dim)
 
 
+@on_its_gpu
 def attend_pages(
     q: Tensor, pages: KVPages, table: Tensor, lengths: Tensor, options: AttentionOptions, tiles: DecodeTiles,
     asm: bool = True, out: Tensor | None = None,
@@ -371,13 +373,12 @@ def attend_pages(
     paged_attention_kernel[splits * pages.kv_heads * triton.cdiv(new * group, tiles.block_m), batch](
         q, k, v, *scales, *blocks, table, lengths, parts, lses, k.stride(0), blocks[0].stride(0),
         q.stride(0), q.stride(1), q.stride(2), table.stride(0), pages.kv_heads, new, splits,
-        options.scale_of(dim), options.softcap or 0.0, options.window or 0, kind=pages.kind, per_token=pages.per_token,
+        options.scale_of(dim), options.softcap or 0.0, options.reach, kind=pages.kind, per_token=pages.per_token,
         capped=options.softcap is not None, windowed=options.window is not None, asm=asm,
         dim=dim, width=max(16, triton.next_power_of_2(dim // pieces)), group=group, page=pages.page_size,
         head_units=k.stride(1), token_units=k.stride(2),
         block_m=tiles.block_m, block_n=tiles.block_n, stages=tiles.stages, num_warps=tiles.warps,
-        **(overlap if tiles.overlap else {"overlap": False}),
-        enable_fp_fusion=True,
+        **(overlap if tiles.overlap else {"overlap": False}), enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
         # The sum of the splits may always overlap: the kernel after it starts while only its small programs run.

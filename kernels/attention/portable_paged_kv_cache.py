@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quant.kernels.attention.kv_pages import CANDIDATES, KVPages
+from quant.kernels.base.launch import on_its_gpu
 from quant.kernels.base.portable_dependent_launch import overlap_options, wait_for_previous
 from quant.kernels.base.portable_small_floats import (
     amax_of,
@@ -113,19 +114,20 @@ def kv_pages_write_kernel(
     codes_at = index * code_page + row * (dim // 2 if kind == "nvfp4" else dim)
     blocks_at = index * block_page + row * (dim // 16)
     mask = inside[:, None] & (column < dim)[None, :]
-    at = token.to(tl.int64)[:, None]
-    x = tl.load(k + batch * k_batch + kv_head * k_head + at * k_token + column[None, :], mask=mask, other=0.0)
+    at, head = token.to(tl.int64)[:, None], kv_head.to(tl.int64)
+    x = tl.load(k + batch * k_batch + head * k_head + at * k_token + column[None, :], mask=mask, other=0.0)
     _write(
         x.to(tl.float32), k_codes, k_scale, k_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
         width, tokens,
     )  # fmt: skip
-    x = tl.load(v + batch * v_batch + kv_head * v_head + at * v_token + column[None, :], mask=mask, other=0.0)
+    x = tl.load(v + batch * v_batch + head * v_head + at * v_token + column[None, :], mask=mask, other=0.0)
     _write(
         x.to(tl.float32), v_codes, v_scale, v_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
         width, tokens,
     )  # fmt: skip
 
 
+@on_its_gpu
 def write_kv(pages: KVPages, table: Tensor, first: Tensor, k: Tensor, v: Tensor) -> None:
     """Writes k and v `[batch, kv_heads, new, dim]` at the positions from `first` `[batch]` on."""
     k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (k, v))
@@ -139,8 +141,7 @@ def write_kv(pages: KVPages, table: Tensor, first: Tensor, k: Tensor, v: Tensor)
         k, v, *codes, *scales, *blocks, table, first, codes[0].stride(0), blocks[0].stride(0),
         *k.stride()[:3], *v.stride()[:3], table.stride(0), kv_heads, new,
         kind=pages.kind, per_token=pages.per_token, dim=dim, width=triton.next_power_of_2(dim), page=pages.page_size,
-        tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1,
-        enable_fp_fusion=True,
+        tokens=tokens, num_warps=4 if tokens * dim > 1024 else 1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -210,8 +211,7 @@ def write_kv_slots(pages: KVPages, slots: Tensor, k: Tensor, v: Tensor) -> None:
             k, v, *codes, *scales, *blocks, slots, codes[0].stride(0), blocks[0].stride(0),
             *k.stride()[:2], *v.stride()[:2], kv_heads, count,
             kind=pages.kind, per_token=pages.per_token, dim=dim, width=width, page=pages.page_size, tokens=tokens,
-            num_warps=1, **overlap_options(k),
-            enable_fp_fusion=True,
+            num_warps=1, **overlap_options(k), enable_fp_fusion=True,
         )  # fmt: skip
 
 

@@ -877,11 +877,10 @@ def attend(
         *(options.scales or (out, out, out)), options.cu_seqlens_q, options.cu_seqlens_k,
         torch.zeros(1, dtype=torch.int32, device=q.device),
         tokens_q, tokens_kv, v.shape[2], heads, heads // kv_heads, tokens_q, tokens_kv, blocks, group, total,
-        options.window or 0, *options.strides,
+        options.reach, *options.strides,
         options.scale_of(dim) * math.log2(math.e), (options.softcap or 0.0) * math.log2(math.e),
         Kind(tiles, dim, fp8, options.causal, windowed, capped, packed, lse is not None),
-        num_warps=4, maxnreg=tiles.at_launch,
-        enable_fp_fusion=True,
+        num_warps=4, maxnreg=tiles.at_launch, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from torch.autograd import forward_ad
 
 from quant.base.errors import UserError
 from quant.kernels.base.hardware import has_triton
+from quant.kernels.base.launch import on_its_gpu
 
 _LIBRARY = torch.library.Library("quant", "FRAGMENT")
 _AUTOCAST_KEYS = {
@@ -43,7 +44,7 @@ def register(
         name: with its namespace, "quant::linear".
         schema: in PyTorch's notation.
         fake: shapes and dtypes of the results.
-        default: the oracle, on devices without a body of their own.
+        default: the oracle, on devices without a body of their own; on a GPU, the first tensor's is the current one.
         cuda: the body on a GPU.
         where: tells by the first tensor where `cuda` runs, which then is called on that tensor's GPU; elsewhere the
             default body runs there, too. None always calls `cuda`, which sees to the GPU itself.
@@ -52,9 +53,14 @@ def register(
         in_autocast: whether an op with gradients takes its first argument, and its bias, in autocast's dtype.
     """
     torch.library.define(name, schema)
-    torch.library.impl(name, "default", default)
+    torch.library.impl(name, "default", on_its_gpu(default))
     if cuda is not None:
-        torch.library.impl(name, "cuda", cuda if where is None else _on_its_gpu(cuda, default, where))
+
+        def on_gpu(first: Any, *arguments: Any) -> Any:
+            is_able = where is None or where(first if isinstance(first, Tensor) else first[0])
+            return (cuda if is_able else default)(first, *arguments)
+
+        torch.library.impl(name, "cuda", cuda if where is None else on_its_gpu(on_gpu))
     torch.library.register_fake(name, fake)
     if autograd is not None:
         short = name.removeprefix("quant::")
@@ -62,19 +68,6 @@ def register(
         _LIBRARY.impl(short, _with_gradients(op, autograd, gradients_of), "Autograd", with_keyset=True)
         for kind in ("cpu", "cuda") if in_autocast else ():
             _LIBRARY.impl(short, _in_autocast(op, kind), f"Autocast{kind.upper()}")
-
-
-def _on_its_gpu(
-    cuda: Callable[..., Any], default: Callable[..., Any], where: Callable[[Tensor], bool]
-) -> Callable[..., Any]:
-    def body(first: Any, *arguments: Any) -> Any:
-        x = first if isinstance(first, Tensor) else first[0]
-        if not where(x):
-            return default(first, *arguments)
-        with torch.cuda.device_of(x):
-            return cuda(first, *arguments)
-
-    return body
 
 
 def _with_gradients(op: Any, function: Any, positions: Sequence[int]) -> Callable[..., Any]:

@@ -24,14 +24,12 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache, partial, wraps
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-
-# The CUDA driver's library, and its errors.
 
 
 def check_tensors(
@@ -139,6 +137,22 @@ def _capture_number(stream: int) -> int:
     return number.value
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def on_its_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Returns `function` as called on the GPU of its first tensor: Triton launches on the current GPU, no other."""
+
+    @wraps(function)
+    def on_gpu(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        tensors = (x[0] if isinstance(x, list) else x for x in args)
+        with torch.cuda.device_of(next(x for x in tensors if isinstance(x, Tensor))):
+            return function(*args, **kwargs)
+
+    return on_gpu
+
+
 _LOCKS: dict[tuple[int, str], Lock] = {}
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
 _Value = TypeVar("_Value")
@@ -208,15 +222,18 @@ class CachedLaunch:
     def __call__(self, *arguments: Any) -> None:
         """Launches on the current stream; arguments are tensors, descriptors, integers, floats and None."""
         # The OR of all addresses is a multiple of 16 only if each of them is.
-        addresses, parts = 0, list[Any]()
+        addresses, parts, first, device = 0, list[Any](), None, self._device()
         for argument in arguments:
             if isinstance(argument, Tensor):
                 addresses |= argument.data_ptr()
                 parts.append(argument.dtype)
+                first = argument if first is None else first
             elif argument is None or type(argument) is int:
                 parts.append(argument)
+        if first is not None and first.get_device() not in (device, -1):
+            return on_its_gpu(self)(*arguments)
         # A compiled kernel is loaded into one GPU.
-        key = (addresses % _ALIGNMENT, self._device(), *parts)
+        key = (addresses % _ALIGNMENT, device, *parts)
         launch = self._launches.get(key)
         if launch is not None:
             launch(*arguments, *self._after)

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quant.kernels.base.launch import on_its_gpu
+
 _TILE = 4096
 # Above this, exp(d − m) comes near the largest float32.
 _LARGE = 80.0
@@ -96,6 +98,7 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
     tl.store(out + position, kl)
 
 
+@on_its_gpu
 def kl_of_logits(base: Tensor, difference: Tensor) -> Tensor:
     """Returns KL(base‖model) at each position, float32 `[positions]`; NaN where a logit is NaN, or +∞ in the base."""
     # `base` holds logits `[positions, vocabulary]`, −∞ for tokens that it rules out; `difference` the model's minus

@@ -117,8 +117,7 @@ def prepack(weight: BlockScaledTensor) -> BlockScaledTensor:
     """Returns `weight` in the layout of the Hopper kernel: the same bytes in another order, as int32; MXFP6 as E4M3."""
     # NVFP4 and MXFP4 are `[out, in]` or `[experts, out, in]`, multiples of 64; MXFP6 `[out, in]` of any size.
     # ValueError says why another weight has no such layout.
-    reason = prepack_refusal(weight)
-    if reason:
+    if reason := prepack_refusal(weight):
         raise ValueError(f"weight {list(weight.shape)} cannot be prepacked: {reason}")
     if becomes_e4m3(weight.format):
         # MXFP6 has its codes in E4M3.

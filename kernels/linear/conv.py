@@ -210,7 +210,7 @@ register(
     "(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? input_scale, str weight_format, str activation, "
     "int[] stride, SymInt[] padding, int[] dilation, bool transposed, SymInt[] output_padding, int groups) -> Tensor",
     lambda x, codes, scale, bias, *options: torch.convolution(
-        x, codes.new_empty(codes.shape, dtype=x.dtype), bias, *options[3:]
+        x.contiguous() if options[2] else x, codes.new_empty(codes.shape, dtype=x.dtype), bias, *options[3:]
     ),
     default=_convolve,
     autograd=_Conv,

@@ -82,11 +82,11 @@ def _embedding(
     weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], (codes.shape[0], columns), global_scale)
     if not ids.numel():
         return torch.empty(*ids.shape, columns, dtype=dtype, device=ids.device)
-    if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton():
+    # The kernel knows no scales in two levels, and no minima.
+    if ids.is_cuda and dtype in (torch.float16, torch.bfloat16) and has_triton() and not weight.format.gguf:
         from quant.kernels.linear.portable_codes_gemm import look_up
 
-        with torch.cuda.device_of(ids):
-            return look_up(ids, weight, dtype)
+        return look_up(ids, weight, dtype)
     return _rows(ids, weight, dtype)
 
 

@@ -109,8 +109,7 @@ def _grouped(
     # No kernel measures a scale over several rows, which belong to several experts.
     by_rows = rounding is None or (rounding.block[0] == 1 and not rounding.global_scale)
     if x.is_cuda and in_16_bit and has_triton() and not weight.format.gguf and (by_rows or input_scale is not None):
-        with torch.cuda.device_of(x):
-            return _on_gpu(x, weight, offsets, input_scale, rounding, bias)
+        return _on_gpu(x, weight, offsets, input_scale, rounding, bias)
     y = x.new_zeros(len(x), codes.shape[1])
     for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
         if stop > start:
@@ -161,10 +160,9 @@ def _gradient(
 ) -> Tensor:  # fmt: skip
     weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], (*codes.shape[:2], columns), global_scale)
     x = gradient.new_zeros(len(gradient), columns)
-    with torch.cuda.device_of(gradient):
-        for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
-            if stop > start:
-                x[start:stop] = input_gradient(gradient[start:stop], weight.matrix(expert))
+    for expert, (start, stop) in enumerate(pairwise(offsets.tolist())):
+        if stop > start:
+            x[start:stop] = input_gradient(gradient[start:stop], weight.matrix(expert))
     return x
 
 

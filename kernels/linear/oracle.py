@@ -38,6 +38,7 @@ def reference_linear(
     weight = as_stored(weight)
     if activation is not None:
         x = round_activation(x, activation, input_scale)
+    bias = None if bias is None else bias.to(x.dtype)
     dense = _cache.get(weight, x.dtype)
     if dense is not None:
         return functional.linear(x, dense, bias)

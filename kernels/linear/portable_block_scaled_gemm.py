@@ -93,8 +93,7 @@ def by_triton(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | No
         grid = (triton.cdiv(tokens, TILES["block_m"]) * triton.cdiv(rows, TILES["block_n"]),)
         fp8_block_gemm_kernel[grid](
             x.codes, x.scale, weight.codes, weight.scale, y if bias is None else bias, y, tokens, rows, columns,
-            has_bias=bias is not None, **TILES, num_warps=WARPS, num_stages=depth,
-            enable_fp_fusion=True,
+            has_bias=bias is not None, **TILES, num_warps=WARPS, num_stages=depth, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -110,7 +109,7 @@ def by_cublas(x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | No
         scale = pad(scale, (0, 0, 0, missing))
     by_columns = scale.t().contiguous().t()
     y = torch._scaled_mm(codes, weight.codes.t(), by_columns, weight.scale.t(), out_dtype=torch.bfloat16)[:tokens]
-    return y if bias is None else y + bias
+    return y if bias is None else y + bias.to(y.dtype)
 
 
 def cublas_takes(x: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:

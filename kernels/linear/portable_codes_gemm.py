@@ -196,30 +196,32 @@ def dequantize_codes_kernel(
     has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
     """A tile of W in the dtype of `out`, [N, K]: equal to the oracle's except for one rounding of the global scale."""
-    n = tl.program_id(1) * block_n + tl.arange(0, block_n)
-    k = tl.program_id(0) * block_k + tl.arange(0, block_k)
+    # One axis of programs: others end at 65,535.
+    across = tl.cdiv(K, block_k)
+    tile = tl.program_id(0) % across
+    n = tl.program_id(0) // across * block_n + tl.arange(0, block_n)
+    k = tile * block_k + tl.arange(0, block_k)
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = codes + n.to(tl.int64)[:, None] * codes_stride
     if bits == 4:
-        byte = tl.program_id(0) * (block_k // 2) + tl.arange(0, block_k // 2)
+        byte = tile * (block_k // 2) + tl.arange(0, block_k // 2)
         mask = (n[:, None] < N) & (byte[None, :] < codes_width)
         pair = tl.load(row + byte[None, :], mask=mask, other=0).to(tl.int32)
         w = tl.join(decode_element(pair & 15, element), decode_element(pair >> 4, element)).reshape(block_n, block_k)
     elif bits == 6:
         byte = k * 6 // 8
-        first = tl.load(row + byte[None, :], mask=inside & (byte[None, :] < codes_width), other=0).to(tl.int32)
-        second = tl.load(row + byte[None, :] + 1, mask=inside & (byte[None, :] + 1 < codes_width), other=0)
-        code = ((first | second.to(tl.int32) << 8) >> (k * 6 % 8)[None, :]) & 63
-        w = decode_element(code, element)
+        near = tl.load(row + byte[None, :], mask=inside & (byte[None, :] < codes_width), other=0).to(tl.int32)
+        far = tl.load(row + byte[None, :] + 1, mask=inside & (byte[None, :] + 1 < codes_width), other=0).to(tl.int32)
+        w = decode_element(((near | far << 8) >> (k * 6 % 8)[None, :]) & 63, element)
     else:
         w = decode_element(tl.load(row + k[None, :], mask=inside, other=0.0), element)
     second_level = tl.load(global_scale).to(tl.float32) if has_global else 1.0
     if columns > 0 and columns <= block_k:
-        s = _scales(scale, n, tl.program_id(0) * block_k // columns, N, K, scale_stride, kind, rows, columns,
-                    block_k // columns, columns)  # fmt: skip
+        first = tile * block_k // columns
+        s = _scales(scale, n, first, N, K, scale_stride, kind, rows, columns, block_k // columns, columns)
     else:
         first_row = n // rows if rows > 0 else n * 0
-        block = tl.program_id(0) * block_k // columns if columns > 0 else 0
+        block = tile * block_k // columns if columns > 0 else 0
         pointer = scale + first_row.to(tl.int64) * scale_stride + block
         s = decode_scale(tl.load(pointer, mask=n < N, other=0.0), kind)[:, None]
     w *= s * second_level
@@ -284,13 +286,12 @@ def _dequantizer(N: int, K: int, format: str, has_global: bool) -> CachedLaunch:
     return CachedLaunch(dequantize_codes_kernel, *dequantizing_launch(N, K, INPUT_FORMATS[format], has_global))
 
 
-def dequantizing_launch(N: int, K: int, format: Format, has_global: bool) -> tuple[tuple[int, int], dict[str, Any]]:
+def dequantizing_launch(N: int, K: int, format: Format, has_global: bool) -> tuple[tuple[int], dict[str, Any]]:
     """Returns the grid of `dequantize_codes_kernel` for `[N, K]`, N perhaps symbolic, and its constants and options."""
     block_n, block_k = 16, 256 if format.block[1] < 128 else 128
     tile = {"block_n": block_n, "block_k": block_k, "num_warps": 4}
-    return (-(-K // block_k), (N + block_n - 1) // block_n), {
-        **format_constants(format), "has_global": has_global, **tile
-    }  # fmt: skip
+    programs = -(-K // block_k) * ((N + block_n - 1) // block_n)
+    return (programs,), {**format_constants(format), "has_global": has_global, **tile}
 
 
 def format_constants(format: Format) -> dict[str, object]:
@@ -350,7 +351,6 @@ def look_up(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tenso
     codes_embedding_kernel[len(flat) * triton.cdiv(shape[1], width),](
         flat, codes, scale, scale if weight.global_scale is None else weight.global_scale, out,
         shape[0], shape[1], codes.shape[1], scale.shape[1], **format_constants(weight.format),
-        has_global=weight.global_scale is not None, width=width, num_warps=4,
-        enable_fp_fusion=True,
+        has_global=weight.global_scale is not None, width=width, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

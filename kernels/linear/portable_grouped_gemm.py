@@ -160,8 +160,7 @@ def grouped_codes_gemm(x: Tensor, weight: BlockScaledTensor, offsets: Tensor, bi
             scale_shape[-2], scale_shape[-1], codes.shape[-1], **format_constants(weight.format),
             has_global=weight.global_scale is not None, has_bias=bias is not None,
             width=triton.next_power_of_2(experts), block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps,
-            num_stages=3,
-            enable_fp_fusion=True,
+            num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -182,8 +181,7 @@ def grouped_fp8_gemm(x: BlockScaledTensor, weight: BlockScaledTensor, offsets: T
             x.codes, x.scale, weight.codes, weight.scale, offsets, y, experts, N, K,
             x_rows=x.format.block[0], x_columns=x.format.block[1], rows=weight.format.block[0],
             columns=weight.format.block[1], width=triton.next_power_of_2(experts), block_m=block_m, block_n=128,
-            num_warps=4 if block_m <= 64 else 8, num_stages=3,
-            enable_fp_fusion=True,
+            num_warps=4 if block_m <= 64 else 8, num_stages=3, enable_fp_fusion=True,
         )  # fmt: skip
     return y
 
@@ -400,6 +398,5 @@ def weigh(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> Non
     if out.numel():
         weigh_kernel[tokens * triton.cdiv(y.shape[1], 1024),](
             y, places, y if weights is None else weights, out, y.shape[1], weighted=weights is not None,
-            per_token=per_token, width=1024, num_warps=4, **overlap_options(y),
-            enable_fp_fusion=True,
+            per_token=per_token, width=1024, num_warps=4, **overlap_options(y), enable_fp_fusion=True,
         )  # fmt: skip

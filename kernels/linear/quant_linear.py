@@ -100,7 +100,8 @@ def refuse_residual(model: nn.Module, runtime: str) -> None:
 
 def dense(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns `[out, in]` of a weight in either layout, in `dtype`: by a kernel on a GPU."""
-    if weight.codes.is_cuda and has_triton() and dtype in (torch.float16, torch.bfloat16, torch.float32):
+    in_kernel = weight.codes.is_cuda and has_triton() and not weight.format.gguf
+    if in_kernel and dtype in (torch.float16, torch.bfloat16, torch.float32):
         return dispatch.dequantize(weight, dtype)
     return oracle.as_stored(weight).dequantize(dtype)
 
@@ -129,8 +130,7 @@ def _gradient(
     gradient: Tensor, codes: Tensor, scale: Tensor, global_scale: Tensor | None, weight_format: str, columns: int
 ) -> Tensor:
     weight = BlockScaledTensor(codes, scale, WEIGHT_FORMATS[weight_format], (codes.shape[0], columns), global_scale)
-    with torch.cuda.device_of(gradient):
-        return input_gradient(gradient, weight)
+    return input_gradient(gradient, weight)
 
 
 class _Linear(torch.autograd.Function):

@@ -60,12 +60,7 @@ def prepare_rounding(x: Tensor, format: Format, input_scale: Tensor | None) -> R
     from quant.kernels.linear import portable_codes_gemm
     from quant.kernels.rounding import portable_casts
 
-    columns = x.shape[-1]
-    # The kernel takes whole blocks, and whole bytes of 4-bit codes.
-    is_whole = columns % max(format.block[1], 2 if format.element.bits == 4 else 1) == 0
-    if not (
-        format.name in portable_casts.FORMATS_OUT and is_whole and columns <= portable_casts.MAX_COLUMNS and x.numel()
-    ):
+    if not (x.numel() and portable_casts.takes(format, x.shape[-1], x.dtype)):
         return lambda x, input_scale: round_activation(x, format, input_scale)
     has_global = format.global_scale  # an input scale is then the global scale, and block scales are measured
     portable_casts.check_scales(x, format, *((None, input_scale) if has_global else (input_scale, None)))
@@ -120,11 +115,11 @@ def fp8_linear(
 def prepare_fp8_linear(x: Tensor, activation: Format, input_scale: Tensor | None) -> Product:
     """Returns `fp8_linear` in two launches, where a kernel rounds x `[tokens, in]` in one pass; it cannot be traced."""
     by_torch = partial(fp8_linear, activation=activation)
-    if x.dtype not in (torch.float16, torch.bfloat16) or not x.numel() or not has_triton():
+    if not x.numel() or not has_triton():
         return by_torch
     from quant.kernels.rounding import portable_casts
 
-    if x.shape[1] > portable_casts.MAX_COLUMNS or activation.name not in portable_casts.FORMATS_OUT:
+    if not portable_casts.takes(activation, x.shape[1], x.dtype):
         return by_torch
     portable_casts.check_scales(x, activation, input_scale, None)
     cast, per_tensor = portable_casts.prepare_cast(x, activation, contiguous=x.is_contiguous()), activation.per_tensor
@@ -145,7 +140,7 @@ def _scaled_mm(x8: Tensor, sx: Tensor, weight: BlockScaledTensor, bias: Tensor |
     else:  # both sides need scales of one kind
         sx = sx.reshape(-1, 1).expand(tokens, 1).contiguous()
         sw = weight.scale.reshape(1, -1).expand(1, out).contiguous()
-    w8 = weight.codes.t()
+    w8, bias = weight.codes.t(), None if bias is None else bias.to(dtype)
     # Fast accumulation: sums of E4M3 products in the tensor core's own precision, as every serving runtime does.
     if bias is not None and dtype is torch.float32:  # the library adds no bias to a result in FP32
         return torch._scaled_mm(x8, w8, sx, sw, out_dtype=dtype, use_fast_accum=True) + bias

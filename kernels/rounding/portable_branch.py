@@ -39,9 +39,8 @@ def branch_rows_to_codes_kernel(
     tl.store(scale + row, step)
 
     out = codes + row * (K + 4 * rank)
-    tl.store(
-        out + column, to_e4m3(quotient_to_code(half.to(tl.float32), step, reciprocal(step)), tl.float8e4nv), inside
-    )
+    code = to_e4m3(quotient_to_code(half.to(tl.float32), step, reciprocal(step)), tl.float8e4nv)
+    tl.store(out + column, code, inside)
     g = tl.div_rn(g, tl.broadcast_to(step, (rank,)))
     first = to_e4m3(g, tl.float8e4nv)
     rest = to_e4m3(g - first.to(tl.float32), tl.float8e4nv)

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from quant.formats.format import FORMATS, Format, Number
 from quant.formats.scaling import global_scale_of
-from quant.kernels.base.launch import CachedLaunch, cached_launch
+from quant.kernels.base.launch import CachedLaunch, cached_launch, on_its_gpu
 from quant.kernels.base.portable_small_floats import amax_of, nearest_e2m1
 
 FIXED_WIDTH = 32  # inputs of a block
@@ -103,6 +103,7 @@ def fixed_scale_solve_kernel(
         tl.debug_barrier()  # the next block reads values that other threads of this program wrote
 
 
+@on_its_gpu
 def solve_fixed_window(
     element: Number, steps: Tensor, targets: Tensor, coupling: Tensor, inverses: Tensor, values: Tensor,
     scales: Tensor | None, start: int, improve: bool,
@@ -118,8 +119,7 @@ def solve_fixed_window(
         targets, coupling, inverses.contiguous(), steps[start : start + inputs].contiguous(), values, moves, n,
         inputs // FIXED_WIDTH, targets.stride(0), coupling.stride(0), coupling.stride(1), improve=improve,
         mantissa=0 if element.is_integer else element.mantissa, min_normal=element.min_normal, lowest=element.min,
-        largest=element.max, WIDTH=FIXED_WIDTH, ROWS=_FIXED_ROWS, num_warps=1,
-        enable_fp_fusion=True,
+        largest=element.max, WIDTH=FIXED_WIDTH, ROWS=_FIXED_ROWS, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
     return moves
 
@@ -380,6 +380,7 @@ def nvfp4_learned_kernel(
         tl.store(values + offset, nearest * now, mask=valid)
 
 
+@on_its_gpu
 def fake_quantize_nvfp4(x: Tensor, global_scale: Tensor | None, format: Format = FORMATS["nvfp4"]) -> Tensor:
     """Returns `fake_quantize(x, format, global_scale=global_scale)`, the same to the bit but for the sign of zeros."""
     # x is `[..., in]` on a GPU, `in` a multiple of sixteen, of any float dtype up to float32. Under the rule
@@ -410,6 +411,7 @@ def learned_gradient(latent: Tensor, first_step: Tensor, step: Tensor, gradient:
     return of_latent, of_step
 
 
+@on_its_gpu
 def _launch_learned(*tensors: Tensor, backward: bool) -> None:
     blocks = tensors[0].numel() // WIDTH
     nvfp4_learned_kernel[(triton.cdiv(blocks, _BLOCKS),)](

@@ -65,7 +65,7 @@ def _round_input(x: Tensor, input_scale: Tensor | None, activation: str) -> Tens
                 return _kernels().round_weight(rows, format, x.dtype, None, input_scale).view(x.shape)
             return round_rows(rows, format, input_scale).view(x.shape)
     # An op returns no tensor that it was given, as rounding does of no rows.
-    return round_activation(x, format, input_scale) if x.numel() else x.clone()
+    return round_activation(x, format, input_scale).contiguous() if x.numel() else torch.empty_like(x).contiguous()
 
 
 def _input_gradient(
@@ -101,8 +101,8 @@ def _input_gradient(
     # d|x|/dx at the maximum: the sign of x; where several inputs share the maximum, each gets an equal part.
     largest = values.abs() == amax
     added = largest * values.sign() * (of_scale / largest.sum(dim=-1, keepdim=True))
-    total: Tensor = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
-    return total.add_(gradient if input_scale is None else _passed(gradient, x, input_scale, format))
+    total = added.flatten(-2)[..., : x.shape[-1]].to(gradient.dtype)
+    return total.add_(gradient if input_scale is None else _passed(gradient, x, input_scale, format)).contiguous()
 
 
 def _follows(format: Format) -> bool:
@@ -118,7 +118,7 @@ def _passed(gradient: Tensor, x: Tensor, input_scale: Tensor, format: Format) ->
         with torch.cuda.device_of(x):
             return _kernels().within(gradient, x, input_scale.reshape(()), largest)
     # Beyond the range the code saturates, and a small change of x moves nothing.
-    return gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))
+    return (gradient * (x.float().abs() <= largest * input_scale.float().reshape(()))).contiguous()
 
 
 class _RoundInput(torch.autograd.Function):
@@ -256,7 +256,7 @@ def _weight_gradient(
             return _kernels().masked_gradient(gradient, weight, format, scale, global_scale)
     # Straight-through: d round(w) / dw = 1 inside the range, 0 where the code is clipped.
     inside = _inside(weight.float(), weight_steps(scale, global_scale, format, weight.shape), format)
-    return (gradient * inside).to(weight.dtype)
+    return (gradient * inside).to(weight.dtype).contiguous()
 
 
 def _inside(weight: Tensor, step: Tensor, format: Format) -> Tensor:

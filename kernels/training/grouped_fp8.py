@@ -50,7 +50,7 @@ def _reference_blocks(x: Tensor, height: int, width: int, dtype: torch.dtype) ->
     # Rounded up, so that no element saturates; the least is 2^-127.
     scale = decode_power_of_two(encode_power_of_two(divided(amax, E4M3.max)))
     values = round_to(blocks / scale, E4M3) * scale
-    values = values.flatten(2).flatten(0, 1)[:rows, :columns].to(dtype, memory_format=torch.contiguous_format)
+    values = values.flatten(2).flatten(0, 1)[:rows, :columns].to(dtype).contiguous()
     return values, scale[:, 0, :, 0].masked_fill(~amax.isfinite()[:, 0, :, 0], torch.nan)
 
 
@@ -139,7 +139,7 @@ _LEAST = 2.0**-126  # the least scale: its reciprocal is finite
 
 def _reference_rows(x: Tensor, scale: Tensor | None = None) -> _Rounded:
     x = x.float()
-    amax = x.abs().amax(1)
+    amax = x.abs().amax(1) if x.shape[1] else x.new_zeros(len(x))  # an expert may have no rows
     if scale is None:
         scale = decode_power_of_two(encode_power_of_two(divided(amax, E4M3.max))).clamp(min=_LEAST)
         scale = torch.where(amax == 0, 1.0, scale)

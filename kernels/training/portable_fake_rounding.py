@@ -328,13 +328,8 @@ def _launch(kernel: Any, N: int, K: int, format: Format, has_global: bool, **con
     element = format.element
     if kernel is not mask_kernel:
         # The number of `on_grid`, except its largest value.
-        top = 2.0**element.max_exponent
-        constants |= {
-            "mantissa": element.mantissa,
-            "lowest": element.min_normal,
-            "top": top,
-            "integer": element.is_integer,
-        }
+        constants |= {"mantissa": element.mantissa, "lowest": element.min_normal, "integer": element.is_integer}
+        constants["top"] = 2.0**element.max_exponent
     return cached_launch(
         kernel, _grid(N, K), largest=element.max, least=element.min, rows=format.block[0], columns=format.block[1],
         has_global=has_global, block_n=_BLOCK_N, block_k=_BLOCK_K, num_warps=8, **constants,

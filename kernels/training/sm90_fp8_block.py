@@ -258,8 +258,7 @@ def sm90_fp8_block_operands(
             x, factor, *factors, *out, x.stride(0), factor.stride(0), *x.shape, across // BLOCK, out.codes.stride(0),
             out.codes_t.stride(0), out.scale.stride(0), out.scale_t.stride(0),
             prologue=prologue, normalized=_DTYPES[normalized], dtype=_DTYPES[dtype], rule=rule, square=square,
-            rows=rows, columns=columns, **tile_options(tiling),
-            enable_fp_fusion=True,
+            rows=rows, columns=columns, **tile_options(tiling), enable_fp_fusion=True,
         )  # fmt: skip
     return out
 
@@ -357,7 +356,6 @@ def sm90_fp8_block_swiglu_gradients(
         sm90_fp8_block_swiglu_gradients_kernel[(min(count, sms),)](
             *maps, codes, scale, *of_gate[2:], codes[:, C:], scale[across:], *of_up[2:], *of_product[2:], R, C, count,
             across, codes.stride(0), transposed.codes_t.stride(0), scale.stride(0), transposed.scale_t.stride(0),
-            rule=rule, columns=columns, product=product, **tile_options(_TILING),
-            enable_fp_fusion=True,
+            rule=rule, columns=columns, product=product, **tile_options(_TILING), enable_fp_fusion=True,
         )  # fmt: skip
     return codes, scale, *of_gate[2:], *of_up[2:], *of_product[2:]
