@@ -513,7 +513,9 @@ def run_timed(started: float, arguments: list[str]) -> None:
     import solve_stages
 
     from quant.cli import console
+    from quant.export.checkpoint import save
     from quant.run import pipeline
+    from quant.run import run as stages
 
     def said(text: str, since: float) -> None:
         click.echo(f"{time.time() - started:6.1f} s: {text}, {time.time() - since:.1f} s", err=True)
@@ -524,8 +526,8 @@ def run_timed(started: float, arguments: list[str]) -> None:
         yield
         said(text, since)
 
-    def timed(name: str) -> None:
-        function = getattr(pipeline, name)
+    def timed(module: Any, name: str) -> None:
+        function = getattr(module, name)
 
         def run(*args: Any, **keywords: Any) -> Any:
             since = time.time()
@@ -534,12 +536,14 @@ def run_timed(started: float, arguments: list[str]) -> None:
             said(name, since)
             return result
 
-        setattr(pipeline, name, run)
+        setattr(module, name, run)
 
     said("imports", started)
     console.Printer.step = step  # type: ignore[method-assign]
     for name in ("_plan", "_calls", "_held_out", "_image", "_NoiseError", "run", "denoising_html"):
-        timed(name)
+        timed(pipeline, name)
+    for module, name in ((stages, "measure"), (save, "checkpoint_tensors"), (save, "write_tensors")):
+        timed(module, name)
     solve_stages.main(arguments)
     said("all", started)
 

@@ -74,15 +74,11 @@ def _show_target(name: str, power: str | None, as_json: bool) -> None:
 def _data_sheet(gpu: Hardware) -> dict[str, Any]:
     """Describes a GPU. Rates are the vendor's; null for a GPU that is not in our table."""
     return {
-        "name": gpu.name,
-        "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}",
-        "multiprocessors": gpu.sms,
-        "l2_bytes": gpu.l2 or None,
-        "memory_bytes": gpu.memory,
-        "memory_bandwidth": gpu.bandwidth if gpu.known else None,
-        "tflops": gpu.tflops if gpu.known else None,
+        "name": gpu.name, "compute_capability": f"{gpu.capability[0]}.{gpu.capability[1]}", "multiprocessors": gpu.sms,
+        "l2_bytes": gpu.l2 or None, "memory_bytes": gpu.memory,
+        "memory_bandwidth": gpu.bandwidth if gpu.known else None, "tflops": gpu.tflops if gpu.known else None,
         "native_formats": list(gpu.native_formats),
-    }
+    }  # fmt: skip
 
 
 def examine() -> dict[str, Any]:

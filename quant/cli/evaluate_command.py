@@ -175,17 +175,14 @@ def _read_texts(
 
 def _print_tasks(results: Sequence[TaskResult]) -> None:
     labels: dict[str, Callable[[Any], str]] = {
-        "accuracy": lambda r: f"{r.accuracy:.1%}",
-        "baseline accuracy": lambda r: f"{r.baseline_accuracy:.1%}",
+        "accuracy": lambda r: f"{r.accuracy:.1%}", "baseline accuracy": lambda r: f"{r.baseline_accuracy:.1%}",
         "ratio": lambda r: f"{r.ratio:.4f}",
         "… on three random halves": lambda r: ", ".join(f"{ratio:.3f}" for ratio in r.halves),
         "difference, interval of 95%": lambda r: f"{r.interval[0]:+z.1%} to {r.interval[1]:+z.1%}",
         "told apart": lambda r: "yes" if r.differs else "cannot be told apart",
-        "answered alike": lambda r: f"{r.agreement:.1%}",
-        "lost, gained": lambda r: f"{r.lost}, {r.gained}",
-        "questions": lambda r: f"{r.questions:,}",
-        "seconds": lambda r: f"{r.seconds:.1f}",
-    }
+        "answered alike": lambda r: f"{r.agreement:.1%}", "lost, gained": lambda r: f"{r.lost}, {r.gained}",
+        "questions": lambda r: f"{r.questions:,}", "seconds": lambda r: f"{r.seconds:.1f}",
+    }  # fmt: skip
     if results[0].baseline_accuracy is None:
         labels = {name: labels[name] for name in ("accuracy", "questions", "seconds")}
     columns = {f"!>{Path(r.task).name}": [cell(r) for cell in labels.values()] for r in results}

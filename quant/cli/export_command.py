@@ -84,15 +84,9 @@ def export_command(
             raise UserError(f"--input {name} is given twice; each input has one dtype and one shape")
         shapes[name] = dtype_and_dims
     exported = export_model(
-        directory,
-        kind,
-        out,
-        inputs=shapes,
-        data=calib,
-        module=call_factory(model_factory) if model_factory else None,
-        listener=listener(quiet or as_json),
-        **options,
-    )
+        directory, kind, out, inputs=shapes, data=calib, module=call_factory(model_factory) if model_factory else None,
+        listener=listener(quiet or as_json), **options,
+    )  # fmt: skip
     if as_json:
         print_json(exported.record)
     elif not quiet:

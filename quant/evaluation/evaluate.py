@@ -288,15 +288,10 @@ def _evaluate_predictions(
     compared, tokens = len(logits) > 1, len(rows) * (rows.shape[1] - 1)
     nll, baseline_nll, kl, same = (sums.sum(dim=0) / tokens).tolist()
     return Evaluation(
-        perplexity=_exp(nll),
-        kl=kl if compared else None,
-        top1=same if compared else None,
-        tokens=tokens,
-        seconds=0.0,
-        baseline_perplexity=_exp(baseline_nll) if compared else None,
-        rows=len(rows),
+        perplexity=_exp(nll), kl=kl if compared else None, top1=same if compared else None, tokens=tokens, seconds=0.0,
+        baseline_perplexity=_exp(baseline_nll) if compared else None, rows=len(rows),
         interval=mean_interval((sums[:, KL] / (rows.shape[1] - 1)).tolist(), least=0.0) if compared else None,
-    )
+    )  # fmt: skip
 
 
 def _evaluate_embeddings(models: Sequence[nn.Module], rows: Tensor, size: int, report: Reporter) -> Evaluation:
@@ -355,17 +350,13 @@ def _of_logits(of_rows: Tensor, *, compared: bool, own_text: bool) -> Evaluation
         kl / predictions + (of_rows[:, KL] - kl / predictions * of_rows[:, PREDICTIONS]) * len(of_rows) / predictions
     )
     return Evaluation(
-        perplexity=_exp(nll / targets) if is_text else None,
-        kl=kl / predictions if compared else None,
-        top1=same / predictions if compared else None,
-        tokens=int(predictions),
-        seconds=0.0,
-        baseline_perplexity=_exp(baseline_nll / targets) if is_text and compared else None,
-        rows=len(of_rows),
+        perplexity=_exp(nll / targets) if is_text else None, kl=kl / predictions if compared else None,
+        top1=same / predictions if compared else None, tokens=int(predictions), seconds=0.0,
+        baseline_perplexity=_exp(baseline_nll / targets) if is_text and compared else None, rows=len(of_rows),
         interval=mean_interval(losses.tolist(), least=0.0) if compared else None,
         accuracy=right / labelled if labelled else None,
         baseline_accuracy=base_right / labelled if labelled and compared else None,
-    )
+    )  # fmt: skip
 
 
 def _of_embeddings(sums: Mapping[str, Tensor], count: int, unit: str) -> Evaluation:

@@ -195,18 +195,12 @@ def generate(
     if reason:
         decoder = f"transformers: {reason}" if target.type == "cuda" else "transformers"
     return Generation(
-        prompt=prompt,
-        text=stream.finish(),
-        prompt_tokens=tuple(ids[0].tolist()),
-        tokens=tuple(stream.tokens),
-        seconds=seconds,
-        device=str(target),
-        kernels=kernels,
+        prompt=prompt, text=stream.finish(), prompt_tokens=tuple(ids[0].tolist()), tokens=tuple(stream.tokens),
+        seconds=seconds, device=str(target), kernels=kernels,
         attention="16bit" if is_16bit(attention) else str(attention),
         kv_cache="16bit" if is_16bit(kv_cache) else str(kv_cache),
-        kv_cache_bytes=None if cache is None else cache.nbytes,
-        decoder=decoder,
-    )
+        kv_cache_bytes=None if cache is None else cache.nbytes, decoder=decoder,
+    )  # fmt: skip
 
 
 def _decode(

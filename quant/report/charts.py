@@ -309,15 +309,11 @@ def receipt(record: Receipt) -> list[Section]:
         if missing := [name for key, name in _STAGES.items() if key not in ran]:
             text += f" Not run: {', '.join(missing)}."
         chart = {
-            "kind": "dots",
-            "log": True,
-            "column": True,
-            "x": "layers, in model order",
-            "y": "relative deviation (logarithmic, exact agreement at the bottom)",
-            "series": coloured(*ran.values()),
+            "kind": "dots", "log": True, "column": True, "x": "layers, in model order",
+            "y": "relative deviation (logarithmic, exact agreement at the bottom)", "series": coloured(*ran.values()),
             "points": [(i, v, ran[key], f"E{i}") for i, stages in enumerate(deviations) for key, v in stages.items()],
             "ticks": [],
-        }
+        }  # fmt: skip
     rows.sort(key=lambda row: row[1][1] == _verdict(True))  # failures first
     charts = [Section("Export receipt", text, None, chart, ("layer", "verdict", *ran.values()), rows, record.passed)]
     if audit := sorted(enumerate(record.audit), key=lambda item: item[1].passed):
@@ -405,12 +401,9 @@ def memory(plan: Plan, kv_cache: KVCache | None) -> Section | None:
         for i, ((_, size, name), ratio) in enumerate(zip(parts, ratios, strict=True))
     ]
     chart = {
-        "kind": "bars",
-        "whole": True,
-        "bars": [*bars.items()],
-        "series": coloured(*(name for *_, name in parts)),
+        "kind": "bars", "whole": True, "bars": [*bars.items()], "series": coloured(*(name for *_, name in parts)),
         "parts": [(*part, f"M{i}") for i, part in enumerate(parts)],
-    }
+    }  # fmt: skip
     return Section("Memory", text, None, chart, ("part", "size", "bytes", "of the weights"), rows)
 
 

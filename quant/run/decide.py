@@ -149,15 +149,10 @@ def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:
     """Returns the plan that a recipe makes for the model, with the origin of both in its provenance."""
     globs = split_globs(request, source)
     plan = make_plan(
-        source.shapes if source.model is None else source.model,
-        recipe,
-        include=globs.include,
-        exclude=globs.exclude,
-        solver=request.solver,
-        effort=solver_names.DEFAULT_EFFORT if request.effort is None else request.effort,
-        lm_head=request.lm_head,
-        run=example_run(request, source),
-    )
+        source.shapes if source.model is None else source.model, recipe, include=globs.include, exclude=globs.exclude,
+        solver=request.solver, effort=solver_names.DEFAULT_EFFORT if request.effort is None else request.effort,
+        lm_head=request.lm_head, run=example_run(request, source),
+    )  # fmt: skip
     plan = with_heads(plan, source, globs.heads)
     origin = provenance(request, source, recipe=recipe.name) or {}
     # Records of the plan itself win over the request's.
@@ -249,19 +244,11 @@ def for_budget(job: Job, goal: Goal) -> Decision:
             caches = {one.layers: one for one in choose_kv_layers(job.model, rows, bits, staged.session)}
             choices["kv_mixes"] = {layers: one.loss for layers, one in caches.items()}
         allocation = allocate(
-            job.model,
-            rows,
-            goal,
-            solver=solver,
-            run=request.run or (call_on_first_row(rows) if rows.is_floating_point() else None),
-            held_out=held_out,
-            seed=request.seed,
-            provenance=origin,
-            device=staged.session.device,
-            progress=staged.session.progress,
-            **choices,
-            **options,
-        )
+            job.model, rows, goal, solver=solver,
+            run=request.run or (call_on_first_row(rows) if rows.is_floating_point() else None), held_out=held_out,
+            seed=request.seed, provenance=origin, device=staged.session.device, progress=staged.session.progress,
+            **choices, **options,
+        )  # fmt: skip
     if caches:
         plan = allocation.plan
         plan = replace(plan, provenance={**plan.provenance, "kv_layers": caches[plan.kv_layers].record})

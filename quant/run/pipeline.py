@@ -52,6 +52,7 @@ from quant.recipes.plan import Plan
 from quant.report.charts import short_name
 from quant.report.denoising import denoising_html
 from quant.report.report import Report
+from quant.run.compile_layers import compiling, recorded_layers
 from quant.run.job import Outcome
 from quant.run.request import AllocationRequest, Request
 from quant.run.run import compile_solver, run
@@ -120,14 +121,17 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
         for name in names:
             model = getattr(pipe, name)
             limit = None if request.goal is None else request.goal.max_kl
-            measured = _NoiseError(model, held_out.get(name, []), device, limit)
+            with recorded_layers(model, plans[name]) as calls:
+                measured = _NoiseError(model, held_out.get(name, []), device, limit)
             component = replace(
                 _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
                 noise=measured.notes,
             )  # fmt: skip
             if request.goal is not None:  # its plan says everything
                 component = replace(component, recipe=plans[name], solver=None, effort=None, include=(), exclude=())
-            outcome = run(component, listener)
+            # Where the whole pipeline has room on the GPU, so has a process beside it.
+            with compiling(calls, device_of(model)):
+                outcome = run(component, listener)
             assert outcome.report is not None
             plans[name], reports[name], tables[name] = outcome.plan, outcome.report, measured.table
         with _running_on(pipe, device), listener.step(f"denoising {counted(len(images), 'prompt')} again"):
@@ -207,11 +211,8 @@ class _Prompts:
         parameter = taken.get("max_sequence_length")
         default = math.inf if parameter is None or not isinstance(parameter.default, int) else parameter.default
         # Flux.2 has a processor, whose tokenizer takes text alone.
-        tokenizers = [
-            getattr(each, "tokenizer", each)
-            for name, each in pipe.components.items()
-            if name.startswith("tokenizer") and each is not None
-        ]
+        named = [each for name, each in pipe.components.items() if name.startswith("tokenizer")]
+        tokenizers = [getattr(each, "tokenizer", each) for each in named if each is not None]
         for number, arguments in (*self.used, *self.held_out):
             where, text = f"{self.source}: prompt {number + 1}", arguments["prompt"]
             if unknown := arguments.keys() - (taken.keys() - {*_OWN_ARGUMENTS}):

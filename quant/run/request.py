@@ -87,17 +87,14 @@ class AllocationRequest:
                     raise UserError(f"{spelled(name)} needs a budget to choose formats for, such as {spelled('bits')}")
             return None
         return Goal(
-            bits=self.bits,
-            fit=read_quantity(spelled("fit"), self.fit, "size"),
-            context=int(read_quantity(spelled("ctx"), self.ctx, "count") or 0),
-            batch=self.batch,
-            latency=read_quantity(spelled("latency"), self.latency, "time"),
-            target=self.target,
+            bits=self.bits, fit=read_quantity(spelled("fit"), self.fit, "size"),
+            context=int(read_quantity(spelled("ctx"), self.ctx, "count") or 0), batch=self.batch,
+            latency=read_quantity(spelled("latency"), self.latency, "time"), target=self.target,
             power=read_quantity(spelled("power"), self.power, "power"),
             max_kl=self.max_error if self.max_kl is None else self.max_kl,
             max_ppl_increase=read_quantity(spelled("max_ppl_increase"), self.max_ppl_increase, "ratio"),
             min_task=None if self.task is None else self.task[1],
-        )
+        )  # fmt: skip
 
     @property
     def task(self) -> tuple[Path, float] | None:
@@ -121,12 +118,9 @@ class AllocationRequest:
         """Returns the arguments of `allocate` that are given here."""
         constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
         return {
-            "formats": self.formats or DEFAULT_FORMATS,
-            "method": self.method or "fisher",
-            "constraints": constraints,
-            "path": self.sensitivity,
-            "counts": self.counts,
-        }
+            "formats": self.formats or DEFAULT_FORMATS, "method": self.method or "fisher", "constraints": constraints,
+            "path": self.sensitivity, "counts": self.counts,
+        }  # fmt: skip
 
 
 def read_quantity(option: str, text: str | None, kind: str) -> float | None:
@@ -294,11 +288,8 @@ class Request:
             if not isinstance(recipe, Recipe | Plan):
                 given = type(recipe).__name__
                 raise UserError(f"recipe is a {given}; give a name such as 'nvfp4', a recipe or a plan")
-        return replace(
-            recipe,
-            kv_cache=self.kv_cache_format or recipe.kv_cache,
-            attention=self.attention_format or recipe.attention,
-        )
+        kv_cache, attention = self.kv_cache_format or recipe.kv_cache, self.attention_format or recipe.attention
+        return replace(recipe, kv_cache=kv_cache, attention=attention)
 
     @property
     def recipe_file(self) -> Path | None:
@@ -469,14 +460,12 @@ class Request:
         """Raises UserError where the request needs a model that runs; a bare state dict does not."""
         # In the order of the command line, then of the plan: the message names the first.
         needs: Mapping[str, Any] = {
-            "--eval": self.eval_texts or None,
-            "--calib": self.calib or None,
-            "a KV cache in 8 bit (--kv-cache)": plan.kv_cache,
-            "a guard": plan.guard,
+            "--eval": self.eval_texts or None, "--calib": self.calib or None,
+            "a KV cache in 8 bit (--kv-cache)": plan.kv_cache, "a guard": plan.guard,
             "an observer": None if plan.observer == DEFAULT_OBSERVER else plan.observer,
             **{f"{m.name}'s solver {m.solver}": True for m in plan.quantized if solver_needs_data(m)},
             **{f"{m.name}'s static input scale": True for m in plan.quantized if m.has_static_scale},
-        }
+        }  # fmt: skip
         named = next((need for need, value in needs.items() if value is not None), None)
         if named:
             raise UserError(

@@ -384,14 +384,10 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
     # For a model in a directory, the files of its tokenizer are copied.
     directory = described_by(solved.quantized.model, source.directory)
     write_model(
-        solved.quantized.model,
-        solved.plan,
-        Destination(out, request.overwrite, job.session.store, source=directory),
-        stored_names(job.model),
-        tokenizer=tokenizer_if_any(source) if directory is None else None,
-        allow_missing=request.allow_missing,
-        finish=finish,
-    )
+        solved.quantized.model, solved.plan, Destination(out, request.overwrite, job.session.store, source=directory),
+        stored_names(job.model), tokenizer=tokenizer_if_any(source) if directory is None else None,
+        allow_missing=request.allow_missing, finish=finish,
+    )  # fmt: skip
 
 
 def _differences(job: Job, directory: Path) -> list[str]:
@@ -430,25 +426,14 @@ def _report(job: Job, decision: Decision, solved: SolvedModel, measured: Measure
     return Report(
         model=source.name,
         layers=[replace(layer, output_error=measured.output_errors.get(layer.name)) for layer in layers],
-        bytes_before=solved.bytes_before,
-        bytes_after=solved.bytes_before - saved,
-        effective_bits=plan.effective_bits,
-        evaluation=measured.evaluation,
-        plan_digest=plan.digest(),
-        command=job.request.command,
-        versions=versions(),
-        seconds=job.seconds,
-        peak_rss_bytes=peak_rss(),
-        device=describe(job.session.device),
-        files={},
-        warnings=_warnings(decision, solved),
-        notes=list(measured.notes),
+        bytes_before=solved.bytes_before, bytes_after=solved.bytes_before - saved, effective_bits=plan.effective_bits,
+        evaluation=measured.evaluation, plan_digest=plan.digest(), command=job.request.command, versions=versions(),
+        seconds=job.seconds, peak_rss_bytes=peak_rss(), device=describe(job.session.device), files={},
+        warnings=_warnings(decision, solved), notes=list(measured.notes),
         sensitivity=None if allocation is None else allocation.sensitivity,
-        allocation=None if allocation is None else allocation.record,
-        kv_cache=kv_cache_of(source.config, plan),
-        fingerprint=measured.fingerprint,
-        examples=measured.examples,
-    )
+        allocation=None if allocation is None else allocation.record, kv_cache=kv_cache_of(source.config, plan),
+        fingerprint=measured.fingerprint, examples=measured.examples,
+    )  # fmt: skip
 
 
 def _as_stored(result: LayerResult, plan: Plan, tensors: Mapping[str, Tensor]) -> LayerResult:

@@ -132,14 +132,9 @@ class Trained:
 
 
 def train(
-    model: nn.Module,
-    loss: Callable[[Tensor], Tensor],
-    rows: Tensor,
-    hyperparameters: Hyperparameters,
-    *,
-    record: bool = True,
-    progress: Callable[[int, int, float], None] | None = None,
-) -> Trained:
+    model: nn.Module, loss: Callable[[Tensor], Tensor], rows: Tensor, hyperparameters: Hyperparameters, *,
+    record: bool = True, progress: Callable[[int, int, float], None] | None = None,
+) -> Trained:  # fmt: skip
     """Trains the parameters of `model` that need gradients; on a GPU it computes in BF16 by autocast.
 
     `loss` is of a batch, token ids int64 `[batch, seqlen]` on the model's device. The rows, `[rows, seqlen]`, come in a

@@ -98,12 +98,9 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[BlockscaleExperts],
-        moe_config: FusedMoEConfig,
-        weight_key: QuantKey | None,
-        activation_key: QuantKey | None,
-        activation_format: mk.FusedMoEActivationFormat,
-    ) -> tuple[bool, str | None]:
+        cls: type[BlockscaleExperts], moe_config: FusedMoEConfig, weight_key: QuantKey | None,
+        activation_key: QuantKey | None, activation_format: mk.FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:  # fmt: skip
         # The sizes of this GPU's share; vLLM rounds neither up for its emulation backend.
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
         if moe_config.in_dtype is not torch.bfloat16:
@@ -196,13 +193,9 @@ class _Sum(mk.TopKWeightAndReduce):
         self.experts = experts
 
     def apply(
-        self,
-        output: Tensor | None,
-        fused_expert_output: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
+        self, output: Tensor | None, fused_expert_output: Tensor, topk_weights: Tensor, topk_ids: Tensor,
         apply_router_weight_on_input: bool,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         from quant.kernels.linear.portable_grouped_gemm import weigh
 
         if not len(topk_ids):

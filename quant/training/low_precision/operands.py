@@ -147,13 +147,10 @@ def round_operand(
     values = elements if scaled_outside else elements * scale
     factor = scale.reshape(-1, 1) if format.per_row else scale.reshape(()) if format.per_tensor else second
     return RoundedOperand(
-        _unblocked(values, rows, columns),
-        factor,
+        _unblocked(values, rows, columns), factor,
         scaled_outside or format.global_scale or format.has_power_of_two_scales or recipe.power_of_two_scales,
-        _unblocked(elements, rows, columns),
-        scale[:, 0, :, 0],
-        format,
-    )
+        _unblocked(elements, rows, columns), scale[:, 0, :, 0], format,
+    )  # fmt: skip
 
 
 def _blocked(x: Tensor, rows: int, columns: int) -> Tensor:
@@ -242,13 +239,10 @@ def _dtype_of_values(x: Tensor) -> torch.dtype:
 
 
 register(
-    "quant::nvfp4_operand",
-    "(Tensor x, Tensor amax, bool square, Tensor? draws) -> (Tensor, Tensor)",
+    "quant::nvfp4_operand", "(Tensor x, Tensor amax, bool square, Tensor? draws) -> (Tensor, Tensor)",
     lambda x, *_: (x.new_empty(x.shape, dtype=_dtype_of_values(x)), x.new_empty((), dtype=torch.float32)),
-    default=_nvfp4_reference,
-    cuda=_nvfp4_on_gpu,
-    where=lambda x: has_triton(),
-)
+    default=_nvfp4_reference, cuda=_nvfp4_on_gpu, where=lambda x: has_triton(),
+)  # fmt: skip
 
 # The random Hadamard transform of 16 consecutive tokens that precedes the rounding of dw's operands.
 #
