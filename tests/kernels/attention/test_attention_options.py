@@ -142,6 +142,7 @@ CASES: dict[str, dict[str, Any]] = {
     "causal window": {"window": 50, "causal": True, "length": (300, 300)},
     "window of one": {"window": 1, "causal": True},
     "wide window": {"window": 1000, "causal": True},
+    "a window of as many keys as 31 bits count": {"window": 2**31 - 1, "length": (90, 70)},
     "softcap": {"softcap": 2.0, "causal": True},
     "scale per tensor": {"scales": "tensor"},
     "scale per head": {"scales": "head", "causal": True},

@@ -201,6 +201,20 @@ def test_kernel_writes_what_the_oracle_writes(name: str | None, dim: int, new: i
     assert bool(ours._pools["k"].view(torch.uint8).any())
 
 
+def test_heads_may_lie_further_apart_than_31_bits_count() -> None:
+    """A prompt of millions of tokens; of the memory between its heads, no page is touched."""
+    pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")
+    from quant.kernels.attention.portable_paged_kv_cache import write_kv
+
+    far = 1 << 30
+    memory = torch.empty(2 * far + 64, dtype=torch.bfloat16)
+    k = memory.as_strided((1, 3, 2, 32), (3 * far, far, 32, 1)).copy_(torch.randn(1, 3, 2, 32))
+    cache = cache_of(None, kv_heads=3, layers=1)
+    with interpreted():
+        write_kv(cache.layer(0), torch.tensor([[1]]), torch.tensor([5]), k, k)
+    assert torch.equal(cache.layer(0).k[1, :, 5:7], k[0])
+
+
 @pytest.mark.parametrize(("name", "count"), [(None, 6), ("fp8", 6), ("fp8_token", 6), ("nvfp4", 6), ("nvfp4", 130)])
 def test_slots_are_written_as_by_the_oracle(name: str | None, count: int) -> None:
     pytest.importorskip("triton", reason="the [dev] extra installs triton on Linux")

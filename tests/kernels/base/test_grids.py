@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="comes with a CUDA build of torch, or: pip 
 from triton.runtime.jit import JITFunction
 
 from quant.formats.format import FORMATS
-from quant.formats.tensor import quantize
+from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.attention import portable_decoder_step, portable_paged_attention
 from quant.kernels.attention.attention_operands import AttentionOptions, DecodeTiles
 from quant.kernels.attention.kv_pages import KVPages
@@ -56,6 +56,13 @@ def linear() -> None:
     dispatch.multiply_with(x, weight, None, tiles)
 
 
+def dequantize() -> None:
+    rows = 16 * LIMIT + 17  # sixteen to a program
+    codes = torch.zeros(rows, 16, dtype=torch.float8_e4m3fn)
+    weight = BlockScaledTensor(codes, torch.ones(rows, 1), FORMATS["fp8_token"], (rows, 16))
+    portable_codes_gemm.dequantize_codes(weight, torch.bfloat16)
+
+
 def attend() -> None:
     pages = KVPages(half(1, 2, 16, 16), half(1, 2, 16, 16), None, 16)
     q, tiles = (
@@ -68,6 +75,7 @@ def attend() -> None:
 
 CASES: dict[str, Callable[[], Any]] = {
     "look_up": look_up,
+    "dequantize": dequantize,
     "swiglu": lambda: portable_decoder_step.swiglu(half(TOKENS, 64)),
     "add_rmsnorm": lambda: portable_decoder_step.add_rmsnorm(half(TOKENS, 32), None, half(32), 1e-5),
     "quantize": lambda: portable_casts.quantize(half(TOKENS, 32), FORMATS["fp8_token"]),

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from quant.formats.format import FORMATS
+from quant.formats.format import FORMATS, GGUF_FORMATS
 from quant.formats.tensor import BlockScaledTensor, quantize
 from quant.kernels.linear.embedding import QuantEmbedding, embedding_refusal, quantized_embedding
+from quant.kernels.linear.quant_linear import quantized_linear
 
 IDS = torch.tensor([[0, 299, 7], [7, 128, 127]])
 
@@ -50,6 +51,18 @@ def test_on_a_gpu(format: str) -> None:
         for dtype in (torch.bfloat16, torch.float16):
             y = QuantEmbedding(weight, dtype)(IDS.cuda())
             assert torch.equal(y, weight.dequantize(dtype)[IDS.cuda()])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", GGUF_FORMATS)
+def test_formats_of_llama_cpp_on_a_gpu(format: str) -> None:
+    weight = quantize(torch.randn(300, 512, device="cuda"), GGUF_FORMATS[format])
+    for dtype in (torch.bfloat16, torch.float16):
+        y = quantized_embedding(IDS.cuda(), weight, dtype)
+        assert torch.equal(y, weight.dequantize(dtype)[IDS.cuda()])
+    x = torch.randn(5, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    quantized_linear(x, weight).float().sum().backward()
+    torch.testing.assert_close(x.grad.float(), weight.dequantize().sum(0).expand(5, -1), rtol=2e-2, atol=0.5)
 
 
 def test_codes_survive_casts_and_the_op_is_traced() -> None:
