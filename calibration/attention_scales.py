@@ -33,7 +33,6 @@ Of a cache alone, k and v both have the scale of that row; where attention is qu
 expanded q, k and v.
 """
 
-import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, known_names, option
+from quant.base.errors import UserError, known_names, option, quoted
 from quant.calibration.attention_names import watching_attention
 from quant.calibration.observers import AbsMax
 from quant.calibration.ranks import gathered, own_batches
@@ -144,7 +143,7 @@ def check_attention(model: nn.Module, *, kv_cache: bool, attention: bool, plan: 
     name = type(model).__name__
     cache = option("kv_cache", "16bit")
     if plan is not None:
-        cache = f"`quant plan edit {shlex.quote(str(plan))} --kv-cache 16bit --out FILE`"
+        cache = f"`quant plan edit {quoted(plan)} --kv-cache 16bit --out FILE`"
     given = [cache] * kv_cache + [option("attention", "16bit")] * attention
     if given and not (hasattr(model, "config") and hasattr(model, "set_attn_implementation")):
         raise UserError(

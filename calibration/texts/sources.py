@@ -164,7 +164,7 @@ def sources_of(names: Sequence[str]) -> tuple[str, ...]:
         while name.startswith((f"{MIX}+", f"{SELF}+")):
             first, _, name = name.partition("+")
             sources.append(first)
-        sources.append(name)
+        sources.append(os.path.expanduser(name))
     # A source that is named twice counts once, or its rows would be in the data twice.
     return tuple(dict.fromkeys(sources))
 

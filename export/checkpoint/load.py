@@ -1,13 +1,12 @@
 """`load` reads a quantized checkpoint of `save`, or one of compressed-tensors or ModelOpt that another tool wrote."""
 
-import shlex
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, near_file, option
+from quant.base.errors import UserError, near_file, option, quoted
 from quant.base.torch_modes import in_own_modes
 from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.files.directory import saved_report
@@ -109,7 +108,7 @@ def check_checkpoint(directory: Path) -> None:
         model = directory if file.is_file() or directory.suffix == ".gguf" else "MODEL"
         raise UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
-            f"{shlex.quote(str(model))} --format nvfp4 --out DIR`"
+            f"{quoted(model)} --format nvfp4 --out DIR`"
         )
     if is_in_training(config):
         raise UserError(f"{directory}: {AFTER_TRAINING}")

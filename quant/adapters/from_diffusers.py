@@ -7,7 +7,6 @@ are not quantized, in the dtype that it is asked for, and `read_buffers` gives t
 """
 
 import re
-import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, require
+from quant.base.errors import UserError, quoted, require
 from quant.base.torch_modes import in_own_modes
 from quant.export.checkpoint.files.tensors import read_buffers, read_layer, read_parts
 from quant.export.checkpoint.load import load
@@ -60,7 +59,7 @@ def load_pipeline(directory: str | Path, *, device: torch.device | str | None = 
     quantized = [name for name in pipelines.components_of(path) if (path / name / PLAN_FILE).is_file()]
     if not quantized:
         raise UserError(
-            f"{path}: no component is quantized; make such a pipeline with `quantize {shlex.quote(str(path))} --format "
+            f"{path}: no component is quantized; make such a pipeline with `quantize {quoted(path)} --format "
             "nvfp4 --out DIR`"
         )
     pipe = pipelines.open_pipeline(path, **{name: load(path / name) for name in quantized})

@@ -122,7 +122,7 @@ def claimed(path: Path) -> Iterator[None]:
         yield
         return
     new_parents = [parent for parent in path.parents if not parent.exists()]
-    file = path.with_name(f".{path.name}.lock")
+    file = path.parent / f".{path.name}.lock"
     _CLAIMED.add(path)
     handle = None
     try:

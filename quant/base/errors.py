@@ -197,16 +197,17 @@ def install_command(extra: str) -> str:
     checkout = Path(__file__).resolve().parents[2]
     project = checkout / "pyproject.toml"
     if project.is_file() and f'name = "{_DISTRIBUTION}"' in project.read_text(encoding="utf-8"):
-        return f"pip install -e {_quoted(f'{checkout}[{extra}]')}"
+        return f"pip install -e {quoted(f'{checkout}[{extra}]')}"
     try:
         metadata.distribution(_DISTRIBUTION)
     except metadata.PackageNotFoundError:
-        return f"pip install {_quoted(f'.[{extra}]')} in a checkout of Blockscale"
-    return f"pip install {_quoted(f'{_DISTRIBUTION}[{extra}]')}"
+        return f"pip install {quoted(f'.[{extra}]')} in a checkout of Blockscale"
+    return f"pip install {quoted(f'{_DISTRIBUTION}[{extra}]')}"
 
 
-def _quoted(word: str) -> str:
-    # For Windows' shell an apostrophe is a letter.
+def quoted(word: object) -> str:
+    """Returns a path for the user's shell: `./-x` for `-x`, no option; Windows' shell takes apostrophes for letters."""
+    word = f"./{word}" if str(word).startswith("-") else str(word)
     return f'"{word}"' if sys.platform == "win32" else shlex.quote(word)
 
 

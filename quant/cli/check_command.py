@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shlex
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quant.base.atomic import temporary_directory
-from quant.base.errors import UserError, counted, printable
+from quant.base.errors import UserError, counted, printable, quoted
 from quant.base.json_files import typed
 from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST_CODE, Command, print_json
 from quant.cli.console import page, print_table, stages, status
@@ -93,7 +92,7 @@ def check_command(directory: str, **options: Any) -> None:
     path, source = Path(directory), options.pop("source")
     is_gguf = path.suffix == ".gguf" and path.is_file()
     if is_gguf and source is None:
-        measured = f"quant evaluate {shlex.quote(str(directory))} --text FILE --baseline MODEL"
+        measured = f"quant evaluate {quoted(directory)} --text FILE --baseline MODEL"
         raise UserError(
             f"{directory}: name the checkpoint that it was exported from with --source; any GGUF file is measured by "
             f"`{measured}`"

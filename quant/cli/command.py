@@ -372,6 +372,8 @@ class Command(click.Command):
             rest = super().parse_args(ctx, args)
             # bash does not expand --out=~/DIR, and cmd no ~ at all: a directory named ~ would be written.
             ctx.params |= {name: path.expanduser() for name, path in ctx.params.items() if isinstance(path, Path)}
+            for name in {"calib", "data", "eval_texts", "texts"} & ctx.params.keys():
+                ctx.params[name] = tuple(type(text)(os.path.expanduser(text)) for text in ctx.params[name])
             return rest
         except click.BadParameter as error:
             given = re.match("'(.*)' is not one of", error.message)
@@ -487,7 +489,7 @@ def _as_line(error: Exception) -> tuple[str, int]:
     ):
         return f"out of memory: {message}; no output was written. It takes a machine with more, or fewer rows", 2
     # Everything that users can cause is a ValueError or an OSError here; any other class is a bug.
-    if isinstance(error, ValueError | OSError):
+    if isinstance(error, ValueError | OSError) or message.startswith("Symlink loop"):  # Path.resolve's, to Python 3.12
         return message, 2
     if isinstance(error, Warning):
         frame, line = calls[-1]

@@ -97,8 +97,10 @@ def find_model(name: str) -> Path:
     # "models/net.pt" looks like org/name. With a suffix of weights it is a mistyped path and not looked up on the hub.
     if hub_name is not None and Path(hub_name[0]).suffix not in SUFFIXES:
         return snapshot(*hub_name)
-    aliases = f"known aliases: {', '.join(_ALIASES)}"
-    raise UserError(f"{name}: no such file or directory; {aliases}{near_file(name, _ALIASES)}")
+    if address := re.fullmatch(r"(?:https?://(?:huggingface|hf)\.co/|hf:/*)([\w.-]+/[\w.-]+?)(/tree/main)?/?", name):
+        raise UserError(f"{name}: a model on the Hugging Face hub is named without the address: {address[1]}")
+    aliases = f"known aliases: {', '.join(_ALIASES)}{near_file(name, _ALIASES)}"
+    raise UserError(f"{name}: no such file or directory; {aliases}")
 
 
 def local_gguf(name: str) -> Path | None:
@@ -134,12 +136,11 @@ def with_revision(name: str, revision: str) -> str:
 
 def safetensors_file(path: Path, framework: str = "numpy") -> Any:
     """Returns a safetensors file, its header checked against its size; tensors are read on access."""
+    path.open("rb").close()  # safetensors says of a file without permission that there is none
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
-        raise UserError(
-            f"{path}: not a safetensors file, or a truncated or damaged one ({error}); download it again"
-        ) from None
+        raise UserError(f"{path}: not a safetensors file, or a damaged one ({error}); download it again") from None
 
 
 def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
@@ -263,9 +264,10 @@ def copy_companions(directory: Path, target: Path) -> None:
 
 
 def check_links(directory: Path) -> None:
-    """Raises UserError for a file besides weights that is a link out of the model's directory: it would be copied."""
-    for file in (directory / "config.json", *companion_files(directory)):
+    """Raises an error for a file besides weights that cannot be copied: a link out of the directory, no permission."""
+    for file in filter(Path.is_file, (directory / "config.json", *companion_files(directory))):
         _check_link(file, directory)
+        file.open("rb").close()
 
 
 def copy_along(source: Path, target: Path, directory: Path) -> None:
@@ -417,10 +419,10 @@ _LONGEST = 500  # characters of a message that is not ours
 
 
 def read_fields(file: Path) -> dict[str, Any]:
-    """Returns the fields of a JSON file that came with a model; UserError if it cannot be read, or has no fields."""
+    """Returns the fields of a JSON file that came with a model; UserError if it is not JSON, or has no fields."""
     try:
         return read_json(file, "valid JSON", lambda document: typed(dict[str, Any], document, "the document"))
-    except (ValueError, OSError) as error:
+    except ValueError as error:
         raise UserError(f"{one_line(error)}; download it again") from None
 
 

@@ -10,7 +10,6 @@ import contextlib
 import json
 import pickle
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from quant.base.errors import UserError, counted, importing, listed, option, require, warn
+from quant.base.errors import UserError, counted, importing, listed, option, quoted, require, warn
 from quant.export.checkpoint.files.names import stored_names
 from quant.export.checkpoint.files.tensors import TensorFiles
 from quant.models.files import (
@@ -58,7 +57,7 @@ def refuse_directory(path: Path) -> UserError:
     if (path / ADAPTER_CONFIG).is_file():
         return UserError(f"{path}: {_adapter_of(path)}")
     if (path / "model_index.json").is_file():
-        make = f"`quantize {shlex.quote(str(path))} --format nvfp4 --out DIR` quantizes one for quant.load_pipeline"
+        make = f"`quantize {quoted(path)} --format nvfp4 --out DIR` quantizes one for quant.load_pipeline"
         how = f"{make}, and quant.quantize a module of it, such as pipeline.transformer"
         how = "quantized already, which quant.load_pipeline loads" if (path / "denoising.json").is_file() else how
         return UserError(f"{path}: a pipeline of diffusers (model_index.json): {how}")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from quant.base.errors import counted, loss_text, megabytes
+from quant.base.errors import counted, loss_text, megabytes, quoted
 from quant.calibration.allocation.goal import AllocationRecord, BudgetKind, Verified
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.texts.mixture import solver_needs_data
@@ -192,12 +191,12 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     if directory.suffix == ".gguf":
         if WITHOUT_VOCABULARY in report.warnings:
             return lines
-        path, name = shlex.quote(str(directory)), re.sub(r"[^a-z0-9_.-]+", "-", directory.stem.lower())
+        path, name = quoted(directory), re.sub(r"[^a-z0-9_.-]+", "-", directory.stem.lower())
         lines.append(f'try it:   llama-cli -m {path} -p "The capital of France is"')
-        from_path = shlex.quote(f"FROM {directory.resolve()}")
+        from_path = quoted(f"FROM {directory.resolve()}")
         lines.append(f"ollama:   echo {from_path} > Modelfile && ollama create {name} -f Modelfile")
         return lines
-    opened = f"report:   {shlex.quote(str(directory / 'report.html'))} in a browser"
+    opened = f"report:   {quoted(directory / 'report.html')} in a browser"
     config = directory / "config.json"
     fields = read_fields(config) if config.is_file() else {}
     names = fields.get("architectures") or [""]
@@ -207,7 +206,7 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
         return [*lines, opened]
     if report.evaluation is None:
         lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
-    path, original = shlex.quote(str(directory)), shlex.quote(report.model)
+    path, original = quoted(directory), quoted(report.model)
     lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{cache_flag(plan)}{flag}')
     lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}{flag}")
     # As the model card has it, which knows the model's class too.

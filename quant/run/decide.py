@@ -16,7 +16,6 @@ allocation measures the weights beside each.
 """
 
 import math
-import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, listed, option, versions
+from quant.base.errors import UserError, listed, option, quoted, versions
 from quant.base.json_files import read_json, typed, write_json
 from quant.base.listener import SILENT
 from quant.calibration.allocation.allocate import Allocation, allocate, check_feasible
@@ -124,7 +123,7 @@ def check_layout(request: Request, plan: Plan, model: nn.Module | None) -> None:
             raise UserError(f"{request.model}: a bare state dict; a GGUF file takes the directory of a model")
         check_gguf(model, plan)
     elif gguf is not None:
-        named = "name one, " + option("out", shlex.quote(f"{str(request.out).removesuffix('.GGUF')}.gguf"))
+        named = "name one, " + option("out", quoted(f"{str(request.out).removesuffix('.GGUF')}.gguf"))
         named = "take another format, such as fp8_channel" if request.is_in_memory else named
         raise UserError(f"{gguf.name}: only GGUF files hold {gguf.weight}: {named}")
     else:

@@ -6,7 +6,6 @@ wrote it: `--lm-head` or `lm_head=`. Refusals that depend on the model are in `c
 """
 
 import math
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -16,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, check_installed, option
+from quant.base.errors import UserError, check_installed, option, quoted
 from quant.calibration.allocation.goal import DEFAULT_FORMATS, Constraint, ConstraintKind, Goal
 from quant.calibration.allocation.measure_choices import Counts
 from quant.calibration.inputs import Inputs
@@ -356,7 +355,7 @@ class Request:
             return
         if self.plan_out is not None:
             raise UserError(
-                f"{self.model}: a pipeline has a plan for each component: `quantize {shlex.quote(str(self.model))} "
+                f"{self.model}: a pipeline has a plan for each component: `quantize {quoted(self.model)} "
                 "--format nvfp4 --dry-run` shows them, and with --out, --bits 6 or --max-error 0.05 chooses their "
                 "formats"
             )

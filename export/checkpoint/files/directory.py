@@ -97,12 +97,15 @@ def check_destination(path: Path, *, overwrite: bool) -> None:
     """Checks, before any slow work, that a directory can be put at `path`.
 
     FileExistsError: it is a file, or below one; it holds files and may not be replaced. OSError: it is a mount point,
-        holds
-    the current directory, or nothing can be written there.
+        holds the current directory, or nothing can be written there.
     """
     if path.exists() and not path.is_dir():
         raise FileExistsError(f"{path} is a file; name a directory for the checkpoint")
-    if os.path.ismount(path):
+    # Of Linux. Two folders of one disk that are bound to each other are no mount point for os.path.ismount.
+    table = Path("/proc/self/mountinfo")
+    mounts = table.read_bytes().splitlines() if table.is_file() else []
+    escaped = str(path.resolve()).translate({ord(each): f"\\{ord(each):03o}" for each in " \t\n\\"})
+    if os.path.ismount(path) or os.fsencode(escaped) in (line.split()[4] for line in mounts):
         raise OSError(f"{path} is a mount point, which cannot be replaced whole; name a directory in it")
     whole = path.resolve()
     if whole.parent.is_dir():
