@@ -429,12 +429,7 @@ class Space:
                 )
 
     def plan(
-        self,
-        choice: np.ndarray,
-        problem: KnapsackProblem,
-        scores: Sensitivity,
-        goal: Goal,
-        corrected: Mapping[str, str],
+        self, choice: np.ndarray, problem: KnapsackProblem, scores: Sensitivity, goal: Goal, corrected: dict[str, str]
     ) -> Plan:
         """Returns the plan of a choice, with a reason for every layer."""
         layers = []

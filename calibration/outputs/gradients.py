@@ -216,10 +216,10 @@ class _Pass:
         """
         powers: dict[str, list[Tensor]] = {}
         linear = [members for members in self.groups if members[0].kind != LayerKind.EXPERTS]
+        watched = [(member.name, partial(self._add, members, member.name)) for members in linear for member in members]
         handles = [
-            self.model.get_submodule(member.name).register_forward_hook(self._watch(members, member))
-            for members in linear
-            for member in members
+            self.model.get_submodule(name).register_forward_hook(lambda *of, add=add: self._with_gradient(of[2], add))
+            for name, add in watched
         ]
         with removing(handles), self._watched_experts(), self._checkpointed():
             joined = self._joined(batches)
@@ -290,9 +290,6 @@ class _Pass:
                 logits = self.logits.logits(leaf)
                 (gradient[part],) = torch.autograd.grad(logits, leaf, _label_gradient(logits.detach(), generator))
         return gradient
-
-    def _watch(self, members: Sequence[LayerPlan], member: LayerPlan) -> Callable[..., Any]:
-        return lambda module, args, out: self._with_gradient(out, partial(self._add, members, member.name))
 
     def _with_gradient(self, out: Tensor, add: Callable[[Tensor], None]) -> Tensor:
         """Returns the output of a layer, whose gradient `add` will be called with."""

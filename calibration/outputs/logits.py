@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from quant.base.errors import UserError
 from quant.calibration.attention_names import text_config
-from quant.calibration.evaluating import without_cache
+from quant.calibration.evaluating import evaluating, without_cache
 from quant.calibration.inputs import Inputs
 from quant.calibration.session import device_of
 from quant.calibration.texts.rows import check_positions, trial_rows
@@ -144,7 +144,8 @@ def check_evaluable(model: nn.Module, rows: Tensor | Inputs) -> None:
 def run_probe(model: nn.Module, probe: Tensor) -> Tensor:
     """Returns the logits of a model for token ids, int64 `[rows, tokens]`, or its first output if it has none."""
     try:
-        with torch.no_grad(), without_cache([getattr(model, "config", None)]):  # as the passes that follow run
+        # As the passes that follow run: dropout would also advance the caller's random generator.
+        with torch.no_grad(), evaluating(model), without_cache([getattr(model, "config", None)]):
             return logits_of(model, probe.to(device_of(model)))
     except UserError:  # of quantized attention
         raise

@@ -367,12 +367,7 @@ def cut_rows(ids: Tensor, seqlen: int, start: int | None = None) -> Tensor:
 
 
 def pack_rows(
-    documents: Iterable[Document],
-    end: int | None,
-    samples: int | None,
-    seqlen: int,
-    name: str,
-    start: int | None = None,
+    documents: Iterable[Document], end: int | None, samples: int | None, seqlen: int, name: str, start: int | None
 ) -> Tensor:
     """Returns rows cut every `seqlen` tokens from the chain of all documents, texts closed by the token `end`."""
     parts: list[Tensor] = []

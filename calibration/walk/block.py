@@ -72,6 +72,7 @@ class Settings:
     """Settings of the walk."""
 
     batch: int = 4  # calibration rows in one forward pass
+    row_bounds: tuple[tuple[int, int], ...] = ()  # of each batch of all ranks, which the walk fills in
     # The dtype of the forward passes; None takes the model's, or float32 where that is narrower: rounding of hidden
     # states to 16 bit, block after block, would look like an error of the weights.
     dtype: torch.dtype | None = None

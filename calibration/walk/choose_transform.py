@@ -140,6 +140,7 @@ def _cut_behind_first_blocks(model: nn.Module, plan: Plan, data: Tensor) -> str 
     children = [name for name, _ in model.get_submodule(path).named_children()]
     kept = children[: children.index(key) + 1]
     model.set_submodule(path, nn.ModuleList(model.get_submodule(f"{path}.{name}") for name in kept))
+    model.eval()
     try:
         with torch.no_grad(), without_cache([getattr(model, "config", None)]):
             model(trial_rows(data).to(device_of(model)))

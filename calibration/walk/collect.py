@@ -107,8 +107,10 @@ def collect_input_amax(
     row_index = 0
 
     def observe(name: str, x: Tensor) -> None:
-        # NaN passes through amax, so one test of the maximum covers all values.
         end.layer_after |= end.at_head
+        if not x.numel():  # a router sent this expert no token
+            return
+        # NaN passes through amax, so one test of the maximum covers all values.
         largest = x.detach().abs().amax().float()
         if not bool(torch.isfinite(largest)):
             raise InputNotFiniteError(name, f"on calibration row {row_index}")

@@ -175,12 +175,13 @@ def _check_finite(block: Block, finite: list[Tensor]) -> None:
 
     def watch(group: Group) -> Callable[[nn.Module, tuple[Any, ...]], None]:
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
-            x = args[0]
+            x, (first, stop) = args[0], block.settings.row_bounds[block.batch.number]
             if not bool(torch.isfinite(x).all()):
-                row = block.batch.number * block.settings.batch
-                if x.dim() > 2:
-                    row += int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])
-                raise InputNotFiniteError(group.members[0].name, f"on calibration row {row}")
+                where = f"row {first}" if stop == first + 1 else f"rows {first} to {stop - 1}"
+                # Behind a router, or cut into windows, an input does not show its rows.
+                if len(x) == stop - first and (x.dim() > 2 or block.calls.few.hidden.dim() == 2):
+                    where = f"row {first + int((~torch.isfinite(x).flatten(1).all(1)).nonzero()[0])}"
+                raise InputNotFiniteError(group.members[0].name, f"on calibration {where}")
 
         return hook
 

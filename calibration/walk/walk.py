@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any
 
@@ -248,6 +249,7 @@ class ModelWalk:
         self.layers = [layer for layer in self.plan.quantized if layer.kind in (LayerKind.LINEAR, LayerKind.EXPERTS)]
         self.home = next(self.model.parameters()).device
         batches = self.rows.split(self.settings.batch)
+        self.settings = replace(self.settings, row_bounds=tuple(pairwise(accumulate(map(len, batches), initial=0))))
         self.batches = [batches[number] for number in own_batches(len(batches))]
         self.few = trial_rows(self.rows)
         self.stored = stored_dtype(self.model)

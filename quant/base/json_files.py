@@ -25,6 +25,7 @@ from quant.base.atomic import write_atomically
 from quant.base.errors import known_names
 
 _NAMES = {str: "text", bool: "true or false", int: "a whole number", float: "a number"}
+_hints = cache(get_type_hints)
 _LARGEST = 2**63  # of whole numbers, which other programs keep in 64 bits
 
 
@@ -88,11 +89,6 @@ def typed(kind: Any, value: Any, where: str) -> Any:
     if isinstance(value, int) and abs(value) >= _LARGEST:
         raise ValueError(f"{where}: {reprlib.repr(value)} does not fit 64 bits")
     return value
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return get_type_hints(cls)
 
 
 def json_text(value: Any, **options: Any) -> str:

@@ -100,6 +100,38 @@ def test_an_expert_that_no_token_reached_has_the_scale_of_its_siblings(solver: s
         assert largest / 448 <= scale * (1 + 1e-6) and (solver == "gptq" or scale == largest / 448)
 
 
+class Routed(nn.Module):
+    """Four experts of which each gets the tokens of its number, and so an empty input where there are none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.experts = nn.Embedding(64, 32), nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        y = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            own = ids.flatten() % 4 == number
+            y[own] = expert(x[own])
+        return y
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+def test_experts_that_are_called_without_tokens(solver: str) -> None:
+    """Each has a scale that covers its own tokens, and the one without any the largest of the others."""
+    ids = torch.tensor([[0, 4, 8, 12], [1, 5, 2, 2]])
+    model = Routed()
+    rows = [model.embed.weight[ids[ids % 4 == number]] for number in range(3)]
+    amax = torch.stack([x.detach().abs().amax() for x in rows])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        quantized = quant.quantize(model, "fp8", ids, solver=solver).model
+    scales = torch.stack([quantized.get_submodule(f"experts.{number}").input_scale for number in range(4)])
+    assert bool((scales[:3] * (1 + 1e-6) >= amax / 448).all()) and scales[3] == scales[:3].amax()
+    assert solver == "gptq" or torch.allclose(scales[:3], amax / 448, rtol=1e-6)
+
+
 def test_nan_is_named_with_layer_and_row() -> None:
     """Or with the weight that holds it, which here makes the input of the layer behind it NaN."""
     model = Chain()

@@ -47,3 +47,16 @@ def test_data_are_blamed_where_all_weights_are_finite() -> None:
         ValueError, match=r"^0: the input holds NaN or infinity on calibration row 2, and no weight does"
     ):
         quantize(model, "fp8", rows, solver="rtn")
+
+
+@pytest.mark.parametrize("solver", ["rtn", "gptq"])
+@pytest.mark.parametrize("kind", ["vectors", "texts"])
+def test_the_row_is_named_whatever_the_shapes_of_the_rows(kind: str, solver: str) -> None:
+    """Row 5 of texts of several lengths, which share a batch only with their like, or of vectors."""
+    layers = (torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+    rows = list(torch.randn(7, 1, 64, generator=torch.Generator().manual_seed(0)))
+    if kind == "texts":
+        rows = [row.expand(length, 64)[None].clone() for row, length in zip(rows, (9, 9, 4, 6, 6, 6, 6), strict=True)]
+    rows[5][..., -1, 1] = torch.inf
+    with pytest.raises(ValueError, match=r"^0: the input holds NaN or infinity on calibration row 5, and no weight"):
+        quantize(torch.nn.Sequential(*layers), "fp8", rows, solver=solver)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from quant.evaluation.evaluate import evaluate
 from quant.generate.generate import generate
 from quant.kernels.linear.quant_linear import QuantLinear
 from quant.recipes.layers import find_layers
@@ -69,6 +70,22 @@ def test_a_plan_that_fails_gives_the_modes_back() -> None:
     with pytest.raises(ValueError, match="calibration row 0"):
         quantize(model, "int8_static", rows, effort=0)
     assert modes(model) == before
+
+
+@pytest.mark.parametrize("use", ["evaluate", "quantize", "make_plan"])
+def test_dropout_of_a_model_in_training_draws_nothing_from_the_callers_generator(use: str) -> None:
+    rows = torch.randint(0, 64, (12, 16), generator=torch.Generator().manual_seed(0))
+    model, original = tiny_models.opt().train(), tiny_models.opt().train()
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    if use == "evaluate":
+        evaluate(model, rows, original)
+    elif use == "quantize":
+        quantize(model, "nvfp4", rows)  # tries transforms
+    else:
+        make_plan(model, "nvfp4")
+    assert torch.equal(torch.rand(3), expected) and model.training and model.model.decoder.layers[1].training
 
 
 def test_training_under_the_rounding_keeps_modes() -> None:
