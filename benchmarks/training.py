@@ -39,7 +39,7 @@ from quant.calibration.session import Session
 from quant.calibration.texts.mixture import mixed_text
 from quant.calibration.texts.self_written import generate_rows
 from quant.evaluation.evaluate import evaluate
-from quant.training.train_loop import Hyperparameters, Trained, train, train_only_rounded
+from quant.training.train_loop import Hyperparameters, Trained, train, train_only_rounded, usual_rate
 
 TITLE = "Training under the deployed rounding"
 
@@ -95,7 +95,9 @@ PEERS: dict[str, Callable[[nn.Module, str, torch.Tensor], None]] = {"modelopt": 
 @click.option("--steps", default=300, show_default=True)
 @click.option("--batch", default=8, show_default=True, help="Rows a step.")
 @click.option("--seqlen", default=SEQLEN, show_default=True)
-@click.option("--rate", "rates", default="1e-4", show_default=True, help="Learning rates, separated by commas.")
+@click.option(
+    "--rate", "rates", default="auto", show_default=True, help="Learning rates, or auto, separated by commas."
+)
 @click.option("--calibration-rows", default=8, show_default=True)
 @click.option("--calibration-own", default=0, show_default=True, help="Own rows to calibrate on beside those.")
 @click.option("--text", default="wikitext", show_default=True, type=click.Choice(["wikitext", "mix"]))
@@ -144,9 +146,10 @@ def main(
     def student() -> Any:
         return quant.open_model(model).model.to(device=device, dtype=dtype).requires_grad_(True)
 
-    def learn(module: nn.Module, rate: float, in_autocast: bool = True) -> Trained:
+    def learn(module: nn.Module, rate: float | None, in_autocast: bool = True) -> Trained:
         for layer in module.model.layers if compiled else ():  # type: ignore[union-attr]
             layer.compile()
+        rate = usual_rate(module, rounds_inputs=preset == "nvfp4") if rate is None else rate
 
         def loss(ids: torch.Tensor) -> torch.Tensor:
             with nullcontext() if in_autocast else torch.autocast(device, enabled=False):
@@ -165,12 +168,13 @@ def main(
         table[-1]["replayed"] = "" if trained is None else "yes" if trained.replayed else "no"
         click.echo(str(table[-1]), err=True)
 
+    learning_rates = [(rate, None if rate == "auto" else float(rate)) for rate in rates.split(",")]
     for solver in solvers.split(","):
         module = student()
         started = time.perf_counter()
         quant.quantize(module, preset, calibration, solver=solver, device=device)
         add(f"{preset} PTQ {solver}", module, time.perf_counter() - started, None)
-        for rate in map(float, rates.split(",")):
+        for name, rate in learning_rates:
             module = student()
             started = time.perf_counter()
             chosen = None if scales == "auto" else scales
@@ -178,12 +182,12 @@ def main(
             train_only_rounded(module)
             trained = learn(module, rate)
             quant.pack(module)
-            add(f"{preset} QAD {solver}, {scales} scales, {rate:g}", module, time.perf_counter() - started, trained)
+            add(f"{preset} QAD {solver}, {scales} scales, {name}", module, time.perf_counter() - started, trained)
     for name, prepare in PEERS.items() if peers else ():
         if find_spec(name) is None or (name == "torchao" and preset != "nvfp4"):
             continue  # torchao has no weight-only training
         try:
-            for rate in map(float, rates.split(",")):
+            for title, rate in learning_rates:
                 module = student().float()
                 started = time.perf_counter()
                 prepare(module, preset, calibration)
@@ -191,7 +195,7 @@ def main(
                 for key, parameter in module.named_parameters():
                     parameter.requires_grad_(key.endswith("_proj.weight"))
                 trained = learn(module, rate, in_autocast=name != "torchao")
-                add(f"{preset} {name} QAD, {rate:g}", module, time.perf_counter() - started, trained)
+                add(f"{preset} {name} QAD, {title}", module, time.perf_counter() - started, trained)
         except Exception as error:  # a peer's own code may fail in any way; our rows are still worth showing
             traceback.print_exc()
             notes.append(f"{name} failed: {type(error).__name__} {' '.join(str(error).split())[:200]}")

@@ -159,7 +159,8 @@ def distill(
         seqlen: tokens of a row, 512 by default.
         steps: optimizer steps, 300 by default.
         batch_size: rows of a step, 8 by default.
-        lr: peak learning rate of AdamW; None is 1e-4, or 6e-5 where only weights are rounded, and 1e-3 for norms.
+        lr: peak learning rate of AdamW; None is 5e-4 of the weights' root mean square, or 3e-4 of it where only weights
+            are rounded, and 1e-3 for norms.
         train: "weights", all that are quantized; or "norms", which stays near the start: the weights of norms alone,
             with all codes and scales as they are.
         scales: "frozen" or "learned" block scales; norms are trained with frozen ones.
@@ -408,7 +409,7 @@ def _train(
     if rate is None:
         # Rates that did well: for weights by benchmarks/training.py, for norms in docs/solvers.md.
         rounds_inputs = any(layer.activation is not None for layer in plan.layers)
-        rate = 1e-3 if only_norms else 1e-4 if rounds_inputs else 6e-5
+        rate = 1e-3 if only_norms else train_loop.usual_rate(student, rounds_inputs)
     progress("train", 0, options.steps)
     trained = train_loop.train(
         student.train(),

@@ -196,6 +196,16 @@ def train_only_rounded(model: nn.Module) -> None:
         parameter.requires_grad_(id(parameter) in rounded)
 
 
+def usual_rate(model: nn.Module, rounds_inputs: bool) -> float:
+    """Returns the peak learning rate that suits the weights that are trained, a share of their root mean square.
+
+    AdamW moves a weight by about the rate a step, whatever its gradient, and the weights of models differ tenfold.
+    """
+    trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+    squares = sum(float(weight.float().square().sum()) for weight in trained)
+    return (5e-4 if rounds_inputs else 3e-4) * (squares / sum(weight.numel() for weight in trained)) ** 0.5
+
+
 class StoredDtypes:
     """The dtypes of a model's tensors, before `prepare_qat`."""
 

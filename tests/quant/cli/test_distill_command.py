@@ -220,8 +220,9 @@ def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
     assert "--batch-size was 4" in warning and "--lr (it was 0.003)" in warning
 
 
-@pytest.mark.parametrize(("preset", "rate"), [("nvfp4a16", 6e-5), ("nvfp4", 1e-4)])
-def test_weights_alone_are_trained_at_a_lower_rate(made: Path, tmp_path: Path, preset: str, rate: float) -> None:
+@pytest.mark.parametrize(("preset", "share"), [("nvfp4a16", 3e-4), ("nvfp4", 5e-4)])
+def test_the_rate_is_a_share_of_the_weights(made: Path, tmp_path: Path, preset: str, share: float) -> None:
+    """Weights of models differ tenfold in size: 0.193 in SmolLM2-135M, 0.018 in a Qwen2.5 of 0.5B parameters."""
     rows, ptq = made / "rows.safetensors", tmp_path / "ptq"
     made_so = run(quantize_command, made / "model", "--format", preset, "--solver", "rtn", "--calib", rows,
                   "--seqlen", 24, "--calib-samples", 8, "--out", ptq)  # fmt: skip
@@ -229,7 +230,10 @@ def test_weights_alone_are_trained_at_a_lower_rate(made: Path, tmp_path: Path, p
     teacher = ("--teacher", made / "model", "--data", rows)
     result = run(distill_command, ptq, *teacher, "--out", tmp_path / "out", *OPTIONS[:-4], "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert quant.Report.load(tmp_path / "out" / "report.json").distillation.rate == rate  # type: ignore[union-attr]
+    trained = [p for name, p in load_file(made / "model" / "model.safetensors").items() if name.endswith("proj.weight")]
+    size = torch.cat([weight.double().flatten() for weight in trained]).square().mean().sqrt().item()
+    rate = quant.Report.load(tmp_path / "out" / "report.json").distillation.rate  # type: ignore[union-attr]
+    assert rate == pytest.approx(share * size, rel=0.01)
 
 
 @pytest.mark.parametrize("is_cached", [False, True], ids=["model", "cache"])
