@@ -10,7 +10,7 @@ texts, an encoder-decoder two texts. Here each row is one call with arguments of
 
 Padded batches are taken apart into their rows, without the padding. Attention hides it, but the layers around it
 compute on padding like on any token, and it would count in second moments and scales, although no output depends on it.
-The values of each token (positions, types, labels) are cut with it:
+The values of each token (positions, types, labels) are cut with it; a decoder without a mask ends where labels do:
 
     input_ids [2, 5]    attention_mask [2, 5]        input_ids [1, 3]    input_ids [1, 5]
     7 4 9 0 0           1 1 1 0 0                    7 4 9               8 3 5 1 2
@@ -35,9 +35,9 @@ from quant.calibration.session import device_of
 from quant.formats.tensor import moved
 from quant.recipes.blocks import Call, is_cache, is_denoiser, removing, stored_dtype
 
-# Prefixes of the names of the ids and of their mask: an encoder-decoder has both of each side.
-_SIDES = ("", "decoder_")
-_IDS, _MASK = "input_ids", "attention_mask"
+# Prefixes of the names of tokens and of their mask: an encoder-decoder has both of each side.
+_SIDES, _DECODER_IDS = ("", "decoder_"), "decoder_input_ids"
+_TOKENS, _MASK = ("input_ids", "inputs_embeds", "input_values", "input_features"), "attention_mask"
 
 
 def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, Any]] | None:
@@ -46,7 +46,7 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     A batch whose tensors do not all have a part for each row (images, of which a text may have several) cannot be taken
     apart. It stays as it is, with a warning.
     """
-    masks = {side: mask for side in _SIDES if (mask := _shown_tokens(call, side)) is not None}
+    masks = {side: mask for side in _SIDES if (mask := _shown_tokens(call, side, takes)) is not None}
     if all(bool(mask.all()) for mask in masks.values()):
         return None
     rows = len(next(iter(masks.values())))
@@ -68,12 +68,15 @@ def unpadded(call: Mapping[str, Any], takes: Collection[str]) -> list[dict[str, 
     return shown_calls
 
 
-def _shown_tokens(call: Mapping[str, Any], side: str) -> Tensor | None:
-    """Returns which token ids of a call are not padding, bool `[rows, tokens]`; None without ids or a mask for them."""
-    ids, mask = call.get(f"{side}{_IDS}"), call.get(f"{side}{_MASK}")
-    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+def _shown_tokens(call: Mapping[str, Any], side: str, takes: Collection[str]) -> Tensor | None:
+    """Returns which tokens of a call are not padding, bool `[rows, tokens]`; None where nothing says so."""
+    tokens, mask, labels = (call.get(name) for name in (f"{side}{_tokens_of(call, side)}", f"{side}{_MASK}", "labels"))
+    if side and mask is None and _DECODER_IDS in takes and isinstance(labels, Tensor) and labels.dim() == 2:
+        # Collators pad labels by -100, and give the decoder no mask: its causal attention sees no token behind.
+        return (labels != -100).flip(1).cumsum(1).flip(1) > 0
+    if not isinstance(tokens, Tensor) or not isinstance(mask, Tensor):
         return None
-    if ids.dim() != 2 or mask.shape != ids.shape:
+    if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
         return None
     # A mask of packed texts numbers them from 1: no number is above the number of tokens.
     low, high = (float(value) for value in mask.float().aminmax()) if mask.numel() else (0.0, 0.0)
@@ -85,17 +88,23 @@ def _shown_tokens(call: Mapping[str, Any], side: str) -> Tensor | None:
     return mask.bool()
 
 
+def _tokens_of(call: Mapping[str, Any], side: str) -> str | None:
+    """Returns the name, without its side, of the argument that holds the tokens; None where there is none."""
+    return next((name for name in _TOKENS if call.get(f"{side}{name}") is not None), None)
+
+
 def _cut(call: Mapping[str, Any], shown: Mapping[str, Tensor], takes: Collection[str]) -> dict[str, Any]:
     """Returns a call of one row, without the values of tokens that are not in `shown`, bool `[tokens]` of each side."""
     shortened = dict(call)
     for name, value in call.items():
         # The labels of an encoder-decoder are the text of its decoder.
-        is_decoder = name.startswith(_SIDES[1]) or (name == "labels" and f"{_SIDES[1]}{_IDS}" in takes)
+        is_decoder = name.startswith(_SIDES[1]) or (name == "labels" and _DECODER_IDS in takes)
         side = _SIDES[is_decoder]
         if side not in shown or not isinstance(value, Tensor) or value.shape[:2] != (1, len(shown[side])):
             continue
-        # Images and sounds may have as many channels as the text has tokens.
-        if name == f"{side}{_MASK}" or not value.is_floating_point():
+        # Images and sounds beside a text may have as many channels as it has tokens.
+        is_tokens = name.removeprefix(side) in (_MASK, _tokens_of(call, side))
+        if is_tokens or not value.is_floating_point():
             shortened[name] = value[:, shown[side].to(value.device)]
     return shortened
 

@@ -28,6 +28,12 @@ def _llama() -> Any:
     return model
 
 
+def _t5() -> Any:
+    model = tiny_models.t5(gain=3, decoder_start_token_id=0, pad_token_id=0)
+    model.shared.weight.data[0, ::7] = 40.0
+    return model
+
+
 def _padded(side: str, width: int = 16) -> dict[str, torch.Tensor]:
     ids = torch.zeros(len(TEXTS), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -118,7 +124,7 @@ def test_what_is_said_of_tokens_is_cut_with_them() -> None:
     assert first["labels"].tolist() == [[2, 3, 2]] and second["labels"].tolist() == [[2, 2]]
     assert first["use_cache"] is False
     del call["decoder_input_ids"], call["decoder_attention_mask"]
-    for takes, labels in ((["decoder_input_ids"], [[2, 3, 2, -100]]), ([], [[2, -100]])):
+    for takes, labels in ((["decoder_input_ids"], [[2, 3, 2]]), ([], [[2, -100]])):
         found = unpadded(call, takes)
         assert found is not None and found[0]["labels"].tolist() == labels
 
@@ -181,7 +187,35 @@ def test_the_decoder_of_an_encoder_decoder_sees_no_padding() -> None:
     expected = [{**text, **decoder} for text in _texts()]
     found = []
     for data in (expected, padded):
-        model = tiny_models.t5(gain=3)
-        model.shared.weight.data[0, ::7] = 40.0
-        found.append(quant.quantize(model, "fp8", data, solver="gptq").model.state_dict())
+        found.append(quant.quantize(_t5(), "fp8", data, solver="gptq").model.state_dict())
     assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+
+
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_labels_of_a_collator_say_what_pads_the_decoder(with_ids: bool) -> None:
+    """-100 at their end; the model shifts them, or the collator has done so, and there is no mask of the decoder."""
+    labels = torch.full((len(TEXTS), 16), -100)
+    for row, text in enumerate(TEXTS):
+        labels[row, : len(text)] = text
+    labels[0, 2] = -100  # inside of a text it hides no token from those behind it
+    written = {"labels": labels}
+    if with_ids:
+        written["decoder_input_ids"] = nn.functional.pad(labels, (1, -1)).clamp(min=0)
+    rows = [{n: t[row : row + 1, : len(text)] for n, t in written.items()} for row, text in enumerate(TEXTS)]
+    found = []
+    for data in ([{**text, **row} for text, row in zip(_texts(), rows, strict=True)], {**_padded("right"), **written}):
+        found.append(quant.quantize(_t5(), "fp8", data, solver="gptq").model.state_dict())
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+
+
+def test_embeddings_and_sounds_have_a_mask_as_ids_do() -> None:
+    embedded, mask = torch.randn(5, 16, 64, generator=torch.Generator().manual_seed(0)), _padded("left")[IDS[1]]
+    embedded[mask == 0] = 50.0
+    rows = [{"inputs_embeds": row[own.bool()][None]} for row, own in zip(embedded, mask, strict=True)]
+    found = []
+    for data in (rows, {"inputs_embeds": embedded, "attention_mask": mask}):
+        found.append(quant.quantize(_llama(), "fp8", data, solver="rtn").model.state_dict())
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    call = {"input_values": embedded[..., 0], "attention_mask": mask}
+    cut = unpadded(call, list(call)) or []
+    assert [each["input_values"].shape[1] for each in cut] == [len(text) for text in TEXTS]
