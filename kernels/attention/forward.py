@@ -184,8 +184,8 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: object) -> tuple[Ten
         out, lse = reference(q, k, v, **options._asdict())
         return out, lse if with_lse else lse.new_empty(0)
     out, lse = _fake_attention(q, k, v, *arguments)
-    # Kernels take contiguous operands; a view, such as from `transpose(1, 2)`, is copied here.
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    # Kernels take contiguous operands at multiples of 16 bytes; a view, such as from `transpose(1, 2)`, is copied here.
+    q, k, v = (x if x.data_ptr() % 16 == 0 else x.clone() for x in (q.contiguous(), k.contiguous(), v.contiguous()))
     if hopper:
         from quant.kernels.attention import portable_fp8_operands
         from quant.kernels.attention import sm90_dense_attention as kernel

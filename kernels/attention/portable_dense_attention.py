@@ -123,7 +123,7 @@ def fp8_dense_attention(
             0.0, 0, True, causal, False, False, dim, dim, block_kv,
         )  # fmt: skip
 
-    seen = row_sum > 0
+    seen = row_sum != 0
     output = output * (tl.load(scales + 2) / tl.where(seen, row_sum, 1.0))[:, None]
     tl.store(out + tile, output.to(out.dtype.element_ty), mask=inside[:, None])
 
@@ -238,7 +238,7 @@ def dense_attention_with_options(
                     softcap * 1.4426950408889634, window, part != 1, causal, windowed, capped, dim, width, block_kv,
                 )  # fmt: skip
 
-    seen = row_sum > 0
+    seen = row_sum != 0
     output = output * (v_unit / tl.where(seen, row_sum, 1.0))[:, None]
     tl.store(out + tile, output.to(out.dtype.element_ty), mask=inside_tile)
     if lse is not None:

@@ -297,7 +297,7 @@ def paged_attention_kernel(
             o2 = tl.dot(v2, p, o2)
             o3 = tl.dot(v3, p, o3)
 
-    seen = row_sum > 0
+    seen = row_sum != 0
     factor = v_factor * v_ref / tl.where(seen, row_sum, 1.0)
     # out [batch, splits, heads, new, dim], lse [batch, splits, heads, new]
     line = ((batch * splits + part).to(tl.int64) * (kv_heads * group) + head) * new + token_of_row

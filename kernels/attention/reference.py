@@ -105,5 +105,5 @@ def _in_pieces(
         p = torch.exp(scores - shift) * 2.0**P_SCALE_LOG2
         total = p.sum(-1, keepdim=True)
         rounded = p if rounded_to is None else p.to(rounded_to).to(p.dtype)
-        out = torch.where(total > 0, (rounded @ value) / total, 0.0)
+        out = torch.where(total == 0, 0.0, (rounded @ value) / total)
         yield piece, (out, (shift + total.log() - P_SCALE_LOG2 * math.log(2)).squeeze(-1))

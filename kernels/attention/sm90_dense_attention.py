@@ -765,7 +765,7 @@ def _consume(arguments, warpgroup: gl.constexpr, kind: gl.constexpr):
 def _finish(out, lse, total, row_max, row_sum, first_token, first_row, seq_q, kind: gl.constexpr):
     """Divides by the sum and writes; a row without a visible key has the sum 0."""
     # m is in units of log2, and P was 2^8 too large: ln Σ = (m − 8 + log2 total) · ln 2.
-    seen = row_sum > 0
+    seen = row_sum != 0
     row_sum = gl.where(seen, row_sum, 1.0)
     row = first_row + gl.arange(0, 64, kind.output_row)
     for i in gl.static_range(kind.parts):

@@ -43,7 +43,7 @@ def aligned_rows(rows: Tensor) -> Tensor:
     length, stride = rows.shape[1] * rows.itemsize, rows.stride(0) * rows.itemsize
     # Rows of an odd length cannot all start at multiples of 16; kernels then load four bytes at a time.
     unit = 16 if length % 16 == 0 else 4
-    aligned = rows.data_ptr() % unit == 0 and (stride % unit == 0 or rows.is_contiguous())
+    aligned = rows.data_ptr() % unit == 0 and (stride % unit == 0 or stride == length)
     if rows.stride(1) != 1 or rows.stride(0) < rows.shape[1] or not aligned:
         return rows.clone(memory_format=torch.contiguous_format)
     return rows

@@ -198,6 +198,29 @@ def test_output_in_fp32_is_what_narrower_ones_are_rounded_from(name: str, arch: 
     assert torch.equal(wide.bfloat16(), narrow)
 
 
+def test_nan_reaches_the_queries_that_see_it_and_no_others() -> None:
+    q, k, v, options = case(dtype=torch.bfloat16, causal=True, length=(90, 90))
+    k[0, 0, 40, 3] = torch.nan
+    group = q.shape[1] // k.shape[1]
+    for out, lse in (attention(q, k, v, return_lse=True, **options), kernel(q, k, v, options, 90)):
+        wrong = torch.zeros(q.shape[:3], dtype=torch.bool)
+        wrong[0, :group, 40:] = True
+        assert torch.equal(lse.isnan(), wrong) and torch.equal(out.isnan(), wrong[..., None].expand(q.shape))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_operands_at_any_address(dtype: torch.dtype) -> None:
+    """Contiguous views that begin behind the first element of their memory."""
+    aligned, odd = [], []
+    for _ in range(3):
+        memory = torch.randn(2 * 4 * 70 * 64 + 1, device="cuda").to(dtype)
+        odd.append(memory[1:].view(2, 4, 70, 64))
+        aligned.append(odd[-1].clone())
+    ones = {} if dtype is torch.bfloat16 else {f"{x}_scale": torch.ones(1, device="cuda") for x in "qkv"}
+    assert torch.equal(attention(*odd, causal=True, **ones), attention(*aligned, causal=True, **ones))
+
+
 def test_log_sum_exp_only_on_request() -> None:
     q, k, v, options = case()
     whole, _ = attention(q, k, v, return_lse=True, **options)

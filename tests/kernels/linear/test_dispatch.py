@@ -16,7 +16,7 @@ from quant.formats.tensor import BlockScaledTensor, fake_quantize, quantize
 from quant.kernels.base import hardware
 from quant.kernels.base.weight_layout import prepack, restore
 from quant.kernels.linear import dispatch, rounded_products, tiles
-from quant.kernels.linear.rounded_products import round_rows
+from quant.kernels.linear.rounded_products import aligned_rows, round_rows
 from quant.recipes.gpus import GPUS
 
 
@@ -41,6 +41,15 @@ def linear(
 def close(y: torch.Tensor, x: torch.Tensor, weight: BlockScaledTensor) -> None:
     exact = x.double() @ weight.dequantize(torch.float64).T
     assert float((y.double() - exact).norm() / exact.norm()) < 2**-8
+
+
+def test_one_row_of_a_wider_matrix_gets_a_stride_that_kernels_take() -> None:
+    """PyTorch calls a single row contiguous, whatever its stride."""
+    wide = torch.randn(4, 1027).bfloat16()
+    for rows in (wide[:1, :1024], wide[2:3, :1024], wide[:3, :1024]):
+        taken = aligned_rows(rows)
+        assert torch.equal(taken, rows)
+        assert taken.stride(0) * 2 % 16 == 0 and taken.data_ptr() % 16 == 0
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_block", "int4"])
