@@ -97,17 +97,16 @@ def arrival_counters(x: Tensor, count: int) -> Tensor:
     return held[1]
 
 
-def reserve(x: Tensor) -> None:
-    """Makes the table of buffers of the GPU that `x` is on, or zeros it again; nothing on other devices."""
-    # A server calls it for weights that arrive, while none of its kernels runs. It is zeroed again because a server
-    # that sleeps may give away the table's memory together with its weights'.
-    if not x.is_cuda:
-        return
-    if x.get_device() in _tables:
+def reserve(x: Tensor, *, again: bool = False) -> None:
+    """Makes the table of buffers of the GPU that `x` is on, if there is none; nothing on other devices."""
+    # With `again` the table is zeroed, which must not happen while a kernel counts: a server says so for weights that
+    # arrive, because one that sleeps may give away the table's memory together with its weights'.
+    if x.is_cuda and x.get_device() not in _tables:
+        _make_table(x)
+    elif x.is_cuda and again:
+        torch.cuda.synchronize(x.device)
         _tables[x.get_device()].zero_()
         torch.cuda.synchronize(x.device)
-    else:
-        _make_table(x)
 
 
 def _make_table(x: Tensor) -> None:

@@ -93,7 +93,7 @@ def arranged(weight: BlockScaledTensor) -> tuple[BlockScaledTensor, str]:
     """
     # Memory that is allocated during a capture belongs only to that graph, and memory of a server that slept holds
     # anything when it wakes and loads its weights again.
-    reserve(weight.codes)
+    reserve(weight.codes, again=True)
     if weight.format.element is not E2M1:
         return weight, ""
     reason = prepack_refusal(weight)
@@ -108,7 +108,7 @@ def arranged_as_before(weight: BlockScaledTensor, fitted: bool | None, name: str
     the first weights fitted, and these do not.
     """
     if fitted is False:
-        reserve(weight.codes)
+        reserve(weight.codes, again=True)
         return weight, "the first weights of the layer did not fit our kernel, and later ones are put into their memory"
     arranged_weight, reason = arranged(weight)
     if fitted and reason:

@@ -1,6 +1,7 @@
 """Streams and captured graphs that run at the same time never share the counters of a kernel's tiles."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from quant.formats.format import FORMATS
 from quant.formats.tensor import quantize
+from quant.kernels.base import launch
 from quant.kernels.base.hardware import current
 from quant.kernels.base.launch import arrival_counters, reserve
 from quant.kernels.base.weight_layout import prepack
@@ -25,6 +27,31 @@ def test_a_buffer_is_kept_and_grows() -> None:
     wider = arrival_counters(x, first.numel() + 1)
     assert wider.numel() > first.numel() and not wider.any()
     assert arrival_counters(x, 1) is wider
+
+
+class OnGpu:
+    """Stands for a tensor on a GPU that this machine need not have."""
+
+    is_cuda, device = True, torch.device("cpu")
+
+    def get_device(self) -> int:
+        return 77
+
+
+def test_a_module_that_arrives_leaves_the_counts_of_kernels_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel whose tile was counted anew would never be finished, nor the first tile of the next one."""
+    waits: list[int] = []
+    tables: dict[int, torch.Tensor] = {}
+    monkeypatch.setattr(launch, "_tables", tables)
+    monkeypatch.setattr(launch, "_free", {})
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: waits.append(int(tables[77].sum()) if tables else -1))
+    x: Any = OnGpu()
+    reserve(x)
+    tables[77][3, 5] = 2  # two programs of a tile have arrived
+    reserve(x)
+    assert int(tables[77][3, 5]) == 2
+    reserve(x, again=True)  # after all kernels have ended
+    assert not tables[77].any() and waits == [-1, 2, 0]
 
 
 def test_a_launch_that_is_only_noted_leaves_no_counters() -> None:
@@ -124,5 +151,5 @@ def test_a_server_that_slept_counts_from_zero_again() -> None:
     reserve(x)
     counters = arrival_counters(x, 4)
     counters.fill_(7)  # whatever was in that memory meanwhile
-    reserve(x)
+    reserve(x, again=True)
     assert arrival_counters(x, 4) is counters and not counters.any()
