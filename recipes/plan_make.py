@@ -142,12 +142,11 @@ def _kept_in_denoiser(layers: Sequence[Layer], blocks: Sequence[str], include: S
     inside = tuple(f"{block}." for block in blocks)
     reasons = {layer.name: _OUTSIDE for layer in layers if blocks and not layer.name.startswith(inside)}
     reasons |= dict.fromkeys(matched(_MODULATION, [layer.name for layer in layers]), _MODULATES)
+    may_be = (LayerKind.LINEAR, LayerKind.CONV, LayerKind.HEAD)
     for glob in include:
-        if (
-            names := matched([glob], [layer.name for layer in layers if layer.kind in QUANTIZABLE])
-        ).keys() <= reasons.keys():
+        names = matched([glob], [layer.name for layer in layers if layer.kind in may_be])
+        if names.keys() <= reasons.keys():
             reasons = {name: reason for name, reason in reasons.items() if name not in names}
-    may_be = (LayerKind.LINEAR, LayerKind.CONV)
     return [
         replace(layer, kept=layer.kept or reasons.get(layer.name)) if layer.kind in may_be else layer
         for layer in layers

@@ -354,7 +354,10 @@ class Command(click.Command):
             if name in own:
                 continue
             if name in moved:
-                click.echo(f"error: {name} is {moved[name]}", err=True)
+                place = moved[name]
+                if name not in old_names.OPTIONS and any(os.path.isfile(f"{each}/model_index.json") for each in args):
+                    place = "for other models; a pipeline of diffusers has --bits and --max-error"
+                click.echo(f"error: {name} is {place}", err=True)
                 ctx.exit(2)
             new = old_names.RENAMED.get(name)
             if new in own:

@@ -44,18 +44,10 @@ _PIPE_WIDTH = 240  # columns
 _SECONDS_A_LINE = 10
 _SECONDS_OF_SPEED = 60  # the last ones, which speed is the mean of
 _STAGES = {
-    "generate": "writing text",
-    "calibrate": "calibrating",
-    "score": "scoring",
-    "verify": "measuring",
-    "alone": "solving alone",
-    "gradients": "measuring gradients",
-    "choose": "trying transforms",
-    "solve": "quantizing",
-    "evaluate": "evaluating",
-    "cache": "caching the teacher",
-    "train": "training",
-}
+    "generate": "writing text", "calibrate": "calibrating", "score": "scoring", "verify": "measuring",
+    "alone": "solving alone", "gradients": "measuring gradients", "choose": "trying transforms", "solve": "quantizing",
+    "evaluate": "evaluating", "cache": "caching the teacher", "train": "training",
+}  # fmt: skip
 
 
 def page() -> Console:
@@ -335,13 +327,11 @@ def _print_reasons(what: str, layers: Sequence[LayerPlan], out: Console) -> None
 def _plan_columns(shown: Sequence[LayerPlan], report: Mapping[str, Any] | None, *, costs: bool) -> dict[str, list[str]]:
     snr = {layer["name"]: layer["snr_db"] for layer in report["layers"]} if report else {}
     columns: dict[str, Callable[[LayerPlan], str]] = {
-        "!layer": lambda m: m.name,
-        "!>shape": lambda m: "×".join(map(str, m.shape)),
+        "!layer": lambda m: m.name, "!>shape": lambda m: "×".join(map(str, m.shape)),
         "!weight": lambda m: str(m.weight or "16 bit"),
         "!input": lambda m: str(m.activation or "16 bit") if m.weight else "–",
-        "!solver": lambda m: m.solver if m.weight else "–",
-        "!>bits": lambda m: f"{m.bits_per_weight:.3f}",
-    }
+        "!solver": lambda m: m.solver if m.weight else "–", "!>bits": lambda m: f"{m.bits_per_weight:.3f}",
+    }  # fmt: skip
     if costs:
         columns["!>bytes"] = lambda m: f"{m.nbytes:,}"
     if snr:

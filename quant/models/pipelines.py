@@ -69,7 +69,7 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
         )
     for name in names:
         if name not in present:
-            raise UserError(f"{path / INDEX}: has no component {name}; it has {listed(present, 12)}")
+            raise UserError(f"{path / INDEX}: has no component {name or repr(name)}; it has {listed(present, 12)}")
         if name not in models:
             pickled = any((path / name).glob("*.bin"))
             why = "its weights are pickled: save the pipeline again with diffusers, pipe.save_pretrained(DIR)"

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import UserError
+from quant.base.errors import UserError, listed
 from quant.base.json_files import JsonData, read_json, typed, write_json
 from quant.base.processor import peak_rss
 from quant.calibration.allocation.goal import AllocationRecord
@@ -229,7 +229,9 @@ def read_run(directory: Path) -> tuple[Report, Plan]:
     """Reads the report and the plan of a checkpoint that `quantize` wrote."""
     for name in ("report.json", PLAN_FILE):
         if not (directory / name).is_file():
-            raise UserError(f"{directory}: no {name}; pass a directory that `quantize --out` wrote, or a part of it")
+            parts = listed(str(file.parent) for file in sorted(directory.glob(f"*/{name}")))
+            way_out = f"pass one of its parts: {parts}" if parts else "pass a directory that `quantize --out` wrote"
+            raise UserError(f"{directory}: no {name}; {way_out}")
     return Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
 
 

@@ -138,8 +138,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
             again = [make(*held, output_type="np") for held in prompts.held_out]
         denoising = {
             "prompts": {
-                "calibration": len(prompts.used), "held_out": [each["prompt"] for _, each in prompts.held_out],
-                "source": prompts.source,
+                "calibration": len(prompts.used) * bool(needed), "source": prompts.source,
+                "held_out": [each["prompt"] for _, each in prompts.held_out],
             },
             "options": options, "seed": request.seed, **image_figures(again, images),
             "components": {name: table for name, table in tables.items() if table},  # text encoders predict no noise
@@ -220,7 +220,7 @@ class _Prompts:
                     f"{where} gives {min(unknown)}, which {type(pipe).__name__} does not take; it takes "
                     f"{listed(list(taken), 8)}"
                 )
-            _check_steps(pipe, arguments, f"{where}: ")
+            _check_values(pipe, arguments, f"{where}: ")
             given = {"max_sequence_length": default, **options, **arguments}["max_sequence_length"]
             lengths = [
                 # CLIP's tokenizer, which takes fewer tokens than that argument's default, is not cut by it.
@@ -256,20 +256,28 @@ def _options(request: Request, pipe: Any) -> dict[str, Any]:
                 f"--call {text}: write NAME=VALUE, of an argument that {type(pipe).__name__} takes: "
                 f"{listed([each for each in taken if each != 'prompt'], 8)}"
             )
+        if name in options:
+            raise UserError(f"--call {name} is given twice; leave one out")
         try:
             options[name] = json.loads(value)
         except ValueError:
             options[name] = value
-    _check_steps(pipe, options, "--call ")
+    _check_values(pipe, options, "--call ")
     return options
 
 
-def _check_steps(pipe: Any, options: Mapping[str, Any], where: str) -> None:
+def _check_values(pipe: Any, options: Mapping[str, Any], where: str) -> None:
+    """Raises UserError for steps that the scheduler does not have, or text such as 3,5 in the place of a number."""
     steps = options.get("num_inference_steps")
     trained = None if steps is None else pipe.scheduler.config.get("num_train_timesteps")
     if steps is not None and not (type(steps) is int and 1 <= steps <= (trained or steps)):
         has = f"has {trained} timesteps; give a whole number from 1 to {trained}" if trained else "takes one or more"
         raise UserError(f"{where}num_inference_steps={steps}: {type(pipe.scheduler).__name__} {has}")
+    taken = inspect.signature(pipe.__call__).parameters
+    for name, value in options.items():
+        kind = inspect.formatannotation(taken[name].annotation)
+        if isinstance(value, str) and re.search(r"\b(int|float)\b", kind) and "str" not in kind:
+            raise UserError(f"{where}{name}={value}: {type(pipe).__name__} takes {kind} there, and no text")
 
 
 @contextmanager

@@ -79,6 +79,8 @@ class AllocationRequest:
             if is_given and all(getattr(self, user) is None for user in users):
                 named = " and ".join(map(spelled, users))
                 raise UserError(f"{spelled(size)} means something to {named} only; leave it out, or give one too")
+        if self.max_error is not None and not 0 < self.max_error < math.inf:
+            raise UserError(f"{spelled('max_error', f'{self.max_error:g}')}: give a finite number above zero")
         if all(getattr(self, budget) is None for budget in (*_BUDGETS, "max_error")):
             needless = ("formats", "method", "target", "power", "pin", "forbid", "at_least", "sensitivity", "search")
             for name in needless:

@@ -75,10 +75,13 @@ def test_what_runs_once_or_modulates_stays_in_16_bit_unless_it_is_included() -> 
     plan = quant.quantize(copy.deepcopy(model), "fp8", calls, solver="rtn").plan
     kept = {layer.name: layer.reason for layer in plan.layers if layer.weight is None}
     assert kept["x_embedder"].startswith("embedding or final projection")
+    assert kept["proj_out"] == kept["x_embedder"]
     assert kept["transformer_blocks.0.norm1.linear"].startswith("modulation")
     assert all(
         name.startswith(("transformer_blocks.", "single_transformer_blocks.")) for name in plan.by_name.keys() - kept
     )
+    outside = quant.make_plan(model, "fp8", include=["proj_out"])
+    assert [layer.name for layer in outside.quantized] == ["proj_out"]
     only = quant.quantize(model, "fp8", calls, solver="rtn", include=["*.norm1.linear"]).plan
     assert [layer.name for layer in only.quantized] == [f"transformer_blocks.{i}.norm1.linear" for i in range(2)]
 

@@ -97,6 +97,11 @@ def test_the_command_writes_the_pipeline_again(pipeline: Callable[[str], Path], 
     with pytest.raises(quant.UserError, match="one of its components: ") as refused:
         quant.load(out)
     assert quant.verify(str(refused.value).rpartition(": ")[2]).findings == ()
+    result = CliRunner().invoke(main, ["report", str(out)])
+    assert result.output == f"error: {out}: no report.json; pass one of its parts: {out}/transformer\n"
+    assert CliRunner().invoke(main, ["report", f"{out}/transformer"]).exit_code == 0
+    # Inputs that are measured as they come were calibrated on nothing.
+    assert json.loads((out / "denoising.json").read_text())["prompts"]["calibration"] == 0
 
     # A pipeline saves itself by diffusers' method, and a quantized one is not quantized again.
     loaded.save_pretrained(tmp_path / "again")
@@ -309,6 +314,8 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     latin.write_text("a red fox\na k\u00e4tzchen\n", encoding="latin-1")
     given.write_text('a red fox\n{"prompt": "a cat", "output_type": "pil"}\n')
     single.write_text("a red fox\n")
+    sizes = tmp_path / "sizes.txt"
+    sizes.write_text('a red fox\n{"prompt": "a cat", "height": "16"}\n')
     copies = {name: tmp_path / name for name in ("lora", "quantized", "vae_only", "emptied", "weightless", "newer")}
     for copy in copies.values():
         shutil.copytree(source, copy)
@@ -355,6 +362,21 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
             source,
             (*calib, "--call", "height"),
             "write NAME=VALUE, of an argument that StableDiffusion3Pipeline takes: ",
+        ),
+        (
+            source,
+            (*calib, "--call", "guidance_scale=3,5"),
+            "error: --call guidance_scale=3,5: StableDiffusion3Pipeline takes float there, and no text",
+        ),
+        (source, (*calib, "--call", "height=16", "--call", "height=32"), "--call height is given twice; leave one out"),
+        (source, ("--calib", sizes), "sizes.txt: prompt 2: height=16: StableDiffusion3Pipeline takes int | None there"),
+        (source, (*calib, "--components", ","), "model_index.json: has no component ''; it has "),
+        (source, (*calib, "--max-error", "0"), "error: --max-error 0: give a finite number above zero"),
+        (source, (*calib, "--max-error", "nan"), "error: --max-error nan: give a finite number above zero"),
+        (
+            source,
+            (*calib, "--max-kl", "0.1"),
+            "error: --max-kl is for other models; a pipeline of diffusers has --bits and --max-error",
         ),
         (source, (*calib, "--eval", prompts), "means nothing to a pipeline"),
         (source, (*calib, "--restart"), "--restart: means nothing to a pipeline"),
