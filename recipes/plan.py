@@ -685,12 +685,15 @@ def set_guard_and_observer(plan: Plan, guard: str | None = None, observer: str |
     """Returns `plan` with another guard and observer; None leaves the plan's, an empty guard takes it away."""
     guard = plan.guard if guard is None else guard or None
     plan = replace(plan, guard=guard, observer=plan.observer if observer is None else observer)
-    check_guard_and_observer(plan)
+    check_settings(plan)
     return plan
 
 
-def check_guard_and_observer(plan: Plan) -> None:
-    """Raises ValueError where the plan's guard cannot be read, or no observer has the name."""
+def check_settings(plan: Plan) -> None:
+    """Raises ValueError for a guard, an observer, or a format of the KV cache or attention, that a run cannot take."""
+    for key, format, takes in (("kv_cache", plan.kv_cache, CACHES), ("attention", plan.attention, ("fp8",))):
+        if format is not None and format.name not in takes:
+            raise ValueError(f"{key} is {format}, and checkpoints have it in {' or '.join(takes)}, or 16 bit (null)")
     if plan.guard is not None:
         Guard.parse(plan.guard)
     check_observer(plan.observer)

@@ -11,11 +11,12 @@ from quant.base.errors import UserError, counted, option
 from quant.base.json_files import JsonData, read_json, typed
 from quant.recipes.groups import patterns
 from quant.recipes.layers import QUANTIZABLE, Layer, LayerKind
-from quant.recipes.plan import LayerPlan, Plan, bits_per_weight, check_guard_and_observer, layer_problem, sharers_of
+from quant.recipes.plan import LayerPlan, Plan, bits_per_weight, check_settings, layer_problem, sharers_of
 from quant.recipes.solver_names import parse_solver
 from quant.recipes.targets import TARGETS, Target
 
 _KEEP_IT = "keep it in 16 bit"
+_READ_AS = {"conv": "a convolution", "embedding": "a table of rows", "experts": "matrices of experts"}
 NOT_RUN = "a bare state dict cannot be run"
 BY_NAME = "fusion_groups_by_name"
 """Key of the provenance: fusion groups that come from names, because no run called their layers; `*` is a number."""
@@ -117,10 +118,6 @@ def validate(plan: Plan, layers: Sequence[Layer] | None = None, target: Target |
     """Finds every problem that would stop `plan`, on a model of `layers` if given, or make its result wrong."""
     problems = _check_model(plan, layers) if layers is not None else []
     problems += _check_layers(plan)
-    try:
-        check_guard_and_observer(plan)
-    except ValueError as error:
-        problems.append(Problem("plan", str(error)))
     for layer in plan.quantized:
         try:
             parse_solver(layer.solver)
@@ -206,13 +203,16 @@ def _check_model(plan: Plan, layers: Sequence[Layer]) -> list[Problem]:
 
 def _as_multiplied(layer: Layer | LayerPlan) -> str:
     """Returns how a weight is read, in which plan and model must agree; shapes do not always show it."""
-    what = "a convolution" if layer.kind == LayerKind.CONV else "a matrix"
+    what = _READ_AS.get(layer.kind, "a matrix")
     return f"{what} stored with its inputs first" if layer.transposed else what
 
 
 def _check_layers(plan: Plan) -> list[Problem]:
-    problems = []
-    sharers = sharers_of(plan.layers)
+    problems, sharers = [], sharers_of(plan.layers)
+    try:
+        check_settings(plan)
+    except ValueError as error:
+        problems.append(Problem("plan", str(error)))
     for layer in plan.layers:
         if problem := layer_problem(layer, sharers.get(layer.name)):
             problems.append(Problem(layer.name, problem, "choose another format, or keep it in 16 bit"))

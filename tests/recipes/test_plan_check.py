@@ -18,7 +18,7 @@ from quant.formats.format import FORMATS, get_format
 from quant.recipes import solver_names
 from quant.recipes.layers import Layer, LayerKind
 from quant.recipes.plan import LayerPlan, Parts, Plan
-from quant.recipes.plan_check import Problem, read_plan, refuse, validate
+from quant.recipes.plan_check import Problem, check_plan_fits, read_plan, refuse, validate
 from quant.recipes.solver_names import ROUNDINGS, STEPS, parse_solver
 from quant.recipes.targets import NATIVE, STORAGE, TARGETS, get_gpu
 
@@ -74,6 +74,23 @@ def test_a_guard_and_an_observer_are_checked() -> None:
     assert problem.where == "plan" and "guard '0.1 fp5': unknown format 'fp5'" in problem.what
     (problem,) = validate(plan_of(*block(0), observer="median"))
     assert problem.where == "plan" and problem.what.startswith("unknown observer 'median'; known observers: absmax")
+
+
+@pytest.mark.parametrize(("key", "format"), [("kv_cache", "nvfp4"), ("kv_cache", "int8"), ("attention", "int4")])
+def test_formats_of_run_time_that_no_checkpoint_holds_are_refused_before_the_run(key: str, format: str) -> None:
+    plan = plan_of(*block(0), **{key: get_format(format)})
+    assert where(validate(plan)) == ["plan"]
+    with pytest.raises(UserError, match=f"plan: {key} is {format}, and checkpoints have it in fp8"):
+        check_plan_fits(plan, layers_of(plan))
+
+
+@pytest.mark.parametrize(("kind", "read_as"), [("embedding", "a table of rows"), ("experts", "matrices of experts")])
+def test_another_kind_than_the_models_is_named(kind: str, read_as: str) -> None:
+    plan = plan_of(*block(0))
+    edited = replace(plan.layers[4], kind=LayerKind(kind), activation=None, weight=get_format("fp8"))
+    (problem,) = validate(plan.replace_layers([edited]), layers_of(plan))
+    assert problem.where == edited.name
+    assert problem.what == f"is a matrix in the model and {read_as} in the plan"
 
 
 def test_another_models_plan_names_missing_extra_and_reshaped() -> None:
