@@ -23,7 +23,7 @@ from quant.base.errors import megabytes
 from quant.calibration.allocation.goal import AllocationRecord, Budget, BudgetKind
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import memory_of
-from quant.calibration.sensitivity.table import Candidate, GroupScores, Sensitivity, parse_candidates
+from quant.calibration.sensitivity.table import GroupScores, Sensitivity, parse_candidates
 from quant.evaluation.evaluation import Evaluation, Examples
 from quant.recipes.plan import Plan
 from quant.recipes.plan_check import first_problem
@@ -103,6 +103,7 @@ def block_starts(names: Iterable[str]) -> list[tuple[int, int]]:
 
 # What the scores alone say of an allocation; a round predicts it times what the rounds before have measured.
 _SUM = "sum of the scores"
+_candidates = cache(parse_candidates)
 
 
 def pareto(record: AllocationRecord) -> Section:
@@ -217,13 +218,9 @@ def chosen_format(group: GroupScores, plan: Plan) -> str | None:
         return KEEP if KEEP in group.scores else None
     # Columns are names that the user wrote, the plan holds formats: compare the formats.
     formats = (layer.weight, layer.activation)
-    columns = _candidates(tuple(name for name in group.scores if name != KEEP))
+    names = tuple(name for name in group.scores if name != KEEP)
+    columns = _candidates(names) if names else ()
     return next((column.name for column in columns if (column.weight, column.activation) == formats), None)
-
-
-@cache
-def _candidates(names: tuple[str, ...]) -> tuple[Candidate, ...]:
-    return parse_candidates(names) if names else ()
 
 
 def predictions(examples: Examples) -> Section | None:
