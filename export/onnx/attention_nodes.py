@@ -163,12 +163,9 @@ def _cache_translation(format: str) -> Callable[..., Any]:
         after = op.Add(past, op.Cast(op.Shape(q, start=2, end=3), to=INT32))
         scales = [op.Constant(value_floats=list(values)) for values in (k_scale, v_scale)]
         outputs = opset(PLUGIN_DOMAIN).QuantCacheAttention(
-            *(q, k, v, *caches, *scales, past, after),
-            softmax_scale=scale,
-            format=format,
-            plugin_version=PLUGIN_VERSION,
-            plugin_namespace=PLUGIN_DOMAIN,
-        )
+            *(q, k, v, *caches, *scales, past, after), softmax_scale=scale, format=format,
+            plugin_version=PLUGIN_VERSION, plugin_namespace=PLUGIN_DOMAIN,
+        )  # fmt: skip
         # The exporter gives a node every output that its schema lists, and TensorRT takes those of the format alone.
         node = outputs[0].producer()
         node.resize_outputs(1 + len(caches))
@@ -209,9 +206,9 @@ def _scatter(cache: Any, x: Any, index: Any) -> Any:
     return opset("", SERVING_OPSET).TensorScatter(cache, x, index, axis=2, mode="linear")
 
 
-def _grouped(q: Any, k: Any, v: Any, past_key: Any, past_value: Any, lengths: Any, scale: float, window: int) -> Any:
-    operands = q, k, v, past_key, past_value, lengths
-    return opset(PLUGIN_DOMAIN).GroupedAttention(*operands, softmax_scale=scale, window=window, _outputs=3)
+def _grouped(*operands: Any) -> Any:
+    *tensors, scale, window = operands
+    return opset(PLUGIN_DOMAIN).GroupedAttention(*tensors, softmax_scale=scale, window=window, _outputs=3)
 
 
 def _delta_rule(S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
@@ -284,8 +281,8 @@ _define(
 )
 torch.library.define(
     "quant::onnx_grouped_attention",
-    "(Tensor q, Tensor k, Tensor v, Tensor past_key, Tensor past_value, Tensor lengths, float scale, int window)"
-    " -> (Tensor, Tensor, Tensor)",
+    "(Tensor q, Tensor k, Tensor v, Tensor past_key, Tensor past_value, Tensor lengths, Tensor? sinks, float scale, "
+    "int window) -> (Tensor, Tensor, Tensor)",
 )
 torch.library.register_fake(
     "quant::onnx_grouped_attention",

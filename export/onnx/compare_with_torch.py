@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quant.base.errors import option
-from quant.export.onnx.expert_nodes import PROJECTIONS, is_fused
+from quant.export.onnx.expert_nodes import PROJECTIONS, apply_gate, is_fused
 from quant.export.onnx.opsets import INTEGER_PRODUCT, ORT_DOMAIN, TRT_DOMAIN, register_schemas
 from quant.export.onnx.translate import UNREACHED_KEY, layer_of
 from quant.formats.format import Format
@@ -37,6 +37,7 @@ from quant.kernels.linear.conv import QuantConv, round_samples
 from quant.kernels.linear.experts import QuantExperts, experts_forward
 from quant.kernels.linear.quant_linear import QuantLinear, quantized_linear
 from quant.recipes.blocks import stored_dtype
+from quant.recipes.layers import stacking_of_experts
 
 # TensorRT's operators are written in numpy from the definition of each, and share no code with the PyTorch ops that
 # they are compared with; `ml_dtypes` rounds. Block scales follow our `max` rule (see `quant.formats.scaling`): TensorRT
@@ -152,12 +153,9 @@ _TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-
 
 
 def verify(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    checkpoint: Callable[[str], BlockScaledTensor | None] | None = None,
+    model: nn.Module, path: str | Path, *, checkpoint: Callable[[str], BlockScaledTensor | None] | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Returns the receipt of an exported file; `checkpoint` reads a layer's weight from the checkpoint, if it is there.
 
     Raises ValueError for a file that lacks a layer's nodes.
@@ -376,12 +374,9 @@ class LayerGraphs:
 
 
 def _experts_entries(
-    name: str,
-    module: Any,
-    graph: LayerGraphs,
-    checkpoint: Callable[[str], BlockScaledTensor | None] | None,
+    name: str, module: Any, graph: LayerGraphs, checkpoint: Callable[[str], BlockScaledTensor | None] | None,
     dtype: torch.dtype,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Returns the entries of the quantized projections of fused experts, which are one node of the file.
 
     Its numbers are computed from the codes in the file, in float64, for two experts of each token.
@@ -390,29 +385,44 @@ def _experts_entries(
         raise ValueError(f"{graph.path}: no nodes of {name}; the file is of another model")
     weights: dict[str, Any] = {projection: getattr(module, projection) for projection in PROJECTIONS}
     quantized = [key for key, weight in weights.items() if isinstance(weight, QuantExperts)]
+    stackings = {key: stacking_of_experts(module, key) for key in weights}
+    (node,) = (node for node in graph.model.graph.node if layer_of(node) == name and node.op_type in ("MoE", "QMoE"))
+    # By position: layers with equal biases share them.
+    operands = dict(zip(PROJECTIONS, node.input[4:8:3] if node.op_type == "QMoE" else node.input[3:6:2], strict=False))
     files = {
         key: [graph.array(f"{name}.{key}{part}") for part in ((".codes", ".scale") if key in quantized else ("",))]
         for key in weights
     }
 
     def exported(key: str, expert: int) -> Tensor:
-        weight = torch.from_numpy(_expert_weight(*(part[expert] for part in files[key]), columns=weights[key].shape[2]))
+        parts = (part[expert] for part in files[key])
+        weight = torch.from_numpy(_expert_weight(*parts, columns=stackings[key].weight_shape[2]))
         return weight.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if key == PROJECTIONS[0] else weight
 
     def held(key: str, expert: int) -> Tensor:
-        weight: Tensor = weights[key].dense(expert) if key in quantized else weights[key][expert]
+        weight = weights[key].dense(expert) if key in quantized else stackings[key].matrix(weights[key][expert])
         return weight.float()
 
+    def biases(source: str, key: str) -> Tensor:
+        if not module.has_bias:
+            return torch.zeros(experts, 1)
+        in_file = source == "file"
+        bias = torch.tensor(graph.array(operands[key]) if in_file else getattr(module, f"{key}_bias").tolist()).double()
+        alternate = key == PROJECTIONS[0] and (in_file or stackings[key].interleaved)
+        return bias.unflatten(1, (-1, 2)).mT.flatten(1) if alternate else bias
+
     generator, experts, slots = torch.Generator().manual_seed(0), module.num_experts, min(2, module.num_experts)
-    x = torch.randn(TOKENS, weights["down_proj"].shape[1], generator=generator, dtype=torch.float32).to(dtype)
+    x = torch.randn(TOKENS, stackings["down_proj"].weight_shape[1], generator=generator, dtype=torch.float32).to(dtype)
     shares, index = torch.randn(TOKENS, experts, generator=generator, dtype=torch.float32).softmax(-1).topk(slots)
     sums = {}
     for key, matrix in {"file": exported, "textbook": held}.items():
         sums[key] = torch.zeros(x.shape, dtype=torch.float64)
+        up_bias, down_bias = (biases(key, projection) for projection in PROJECTIONS)
         for token, slot in np.ndindex(TOKENS, slots):
-            up, down = (matrix(projection, int(index[token, slot])).double() for projection in PROJECTIONS)
-            gate, linear_part = (up @ x[token].double()).chunk(2)
-            sums[key][token] += shares[token, slot] * (down @ (nn.functional.silu(gate) * linear_part))
+            expert = int(index[token, slot])
+            up, down = (matrix(projection, expert).double() for projection in PROJECTIONS)
+            y = apply_gate(module, *(up @ x[token].double() + up_bias[expert]).chunk(2))
+            sums[key][token] += shares[token, slot] * (down @ y + down_bias[expert])
     with torch.no_grad():
         op = experts_forward(module, x, index, shares.to(dtype))
     entries = []

@@ -23,7 +23,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +118,7 @@ class Attention:
     window: int | None = None  # largest sequence that sliding windows need not cut
     # the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of `Graph`
     outputs: list[str] = field(default_factory=list)
-    refused: tuple[str, ...] = ("softcap", "s_aux")  # options of attention functions that the graph cannot hold
+    refused: ClassVar[tuple[str, ...]] = ("softcap", "s_aux")  # options that the graph cannot hold
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,
@@ -140,12 +140,15 @@ class Attention:
         keys = self.attended(name, Keys(key, value, attention_mask, causal), sliding_window)
         if position_bias is not None:
             keys = keys.biased(position_bias.to(query.dtype))
+        sinks = options.get("s_aux")
+        keys = keys._replace(sinks=None if sinks is None else sinks.to(query.dtype))
         scale = 1 / math.sqrt(query.shape[-1]) if scaling is None else float(scaling)
         return self.computed(module, name, query, keys, scale), None
 
     def computed(self, module: nn.Module, name: str, query: Tensor, keys: Keys, scale: float) -> Tensor:
         """Returns the attention of one module, `[batch, queries, heads, dim]`; `scale` multiplies q·k."""
         scales = self.scales.get(name, ())
+        keys = keys if keys.sinks is None else keys.sunk(query, keys.sinks)
         if scales:
             check_attention(name, self.kind, query, keys.key, keys.mask)
         out: Tensor = attend(query, *keys[:3], scale, keys.causal, list(scales), self.kind)
@@ -172,6 +175,7 @@ class Keys(NamedTuple):
     mask: Tensor | None
     causal: bool  # whether a query sees no later token; False where the mask says so
     window: int | None = None  # tokens that a query sees, its own too, where the op has them without a mask
+    sinks: Tensor | None = None  # `[heads]`: a score of each head that takes part in the softmax, and has no value
 
     def biased(self, bias: Tensor) -> Keys:
         """Returns the keys with a mask of numbers, from a bias of the scores `[1 or batch, heads, queries, tokens]`."""
@@ -180,6 +184,12 @@ class Keys(NamedTuple):
             bias = bias.masked_fill(tokens > queries[:, None], -math.inf)
         mask = bias if self.mask is None else bias.masked_fill(~self.mask, -math.inf)
         return self._replace(mask=mask, causal=False)
+
+    def sunk(self, query: Tensor, sinks: Tensor) -> Keys:
+        """Returns keys and values behind one of zeros, of which a mask of numbers makes the sinks' score."""
+        key, value = (nn.functional.pad(x, (0, 0, 1, 0)) for x in (self.key, self.value))
+        mask: Any = self.biased(query.new_zeros(1, *query.shape[1:3], self.key.shape[2])).mask
+        return Keys(key, value, torch.cat([sinks[:, None, None].expand(*mask.shape[:3], 1), mask], -1), False)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,8 @@ _SAMPLING = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0, 
 
 class GenaiAttention(CachedAttention):
     """Attention over a KV cache that grows."""
+
+    refused: ClassVar[tuple[str, ...]] = ("softcap", "position_bias")
 
     def cached(self, past: Tensor, x: Tensor) -> Tensor:
         return torch.cat([past, x], dim=2)

@@ -290,8 +290,8 @@ def check_graph(exported: torch.export.ExportedProgram, model: nn.Module, prefix
             )
         is_linear = node.op == "call_function" and node.target is torch.ops.quant.linear.default
         if node.op == "call_function" and node.target is torch.ops.quant.onnx_experts.default:
-            # quant::onnx_experts(x, index, weight, up, up_scale, down, down_scale, …)
-            read = (buffers.get(node.args[index].name, "") for index in (3, 5))
+            # quant::onnx_experts(x, index, weight, up, up_scale, up_bias, down, down_scale, down_bias, …)
+            read = (buffers.get(node.args[index].name, "") for index in (3, 6))
             multiplied |= {name.removesuffix(".codes").removeprefix(prefix) for name in read}
         if is_linear or (node.op == "call_function" and node.target is torch.ops.quant.conv.default):
             layer = buffers[node.args[1].name].removesuffix(".codes").removeprefix(prefix)

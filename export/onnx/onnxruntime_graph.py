@@ -286,7 +286,7 @@ class _Rewriter:
 
     def grouped_attention(self, node: Any) -> None:
         """Rewrites attention over a KV cache, with queries, keys, values and outputs as projections have them."""
-        q, k, v, *past, lengths = node.inputs
+        q, k, v, *past, lengths, sinks = (*node.inputs, None)[:7]
         heads, kv_heads, dim = q.shape[1], k.shape[1], q.shape[3]
         operands = [self.joined(node, value) for value in (q, k, v)]
         if not self.counts:
@@ -301,9 +301,9 @@ class _Rewriter:
             self.counts = [self.add(node, "Cast", value, to=INT32) for value in (last, total, rows)]
         last, total, rows = self.counts
         y, *new_past = self.add(
-            node, "GroupQueryAttention", *operands, *past, last, total, *[None] * 9, rows, domain=ORT_DOMAIN, outputs=3,
-            num_heads=heads, kv_num_heads=kv_heads, scale=node.attributes["softmax_scale"].as_float(),
-            local_window_size=node.attributes["window"].as_int(),
+            node, "GroupQueryAttention", *operands, *past, last, total, *[None] * 4, sinks, *[None] * 4, rows,
+            domain=ORT_DOMAIN, outputs=3, num_heads=heads, kv_num_heads=kv_heads,
+            scale=node.attributes["softmax_scale"].as_float(), local_window_size=node.attributes["window"].as_int(),
         )  # fmt: skip
         for old, value in zip(node.outputs[1:], new_past, strict=True):
             self.replace(old, value)

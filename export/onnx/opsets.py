@@ -94,7 +94,7 @@ def _register(
     from onnx.defs import OpSchema, register_schema
 
     kinds = OpSchema.AttrType
-    kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT}
+    kind_of = {"block_shape": kinds.INTS, "scale": kinds.FLOAT, "softmax_scale": kinds.FLOAT, "gate": kinds.FLOATS}
     texts = ("format", "up_format", "down_format", "plugin_version", "plugin_namespace")
     kind_of |= dict.fromkeys(texts, kinds.STRING)  # all others are INT
     wide = [f"tensor({type})" for type in ("float", "float16", "bfloat16")]
@@ -106,14 +106,9 @@ def _register(
         numbers = [f"tensor({type})" for type in ("uint8", "int8", "float8e4m3fn")]
         constraints.append(("W", [*wide, *numbers], "weights of experts"))
     schema = OpSchema(
-        name,
-        domain,
-        1,
-        inputs=_parameters(inputs),
-        outputs=_parameters(outputs),
-        type_constraints=constraints,
+        name, domain, 1, inputs=_parameters(inputs), outputs=_parameters(outputs), type_constraints=constraints,
         attributes=[OpSchema.Attribute(n, kind_of.get(n, kinds.INT), "", required=False) for n in attributes.split()],
-    )
+    )  # fmt: skip
     schema.set_type_and_shape_inference_function(infer)
     register_schema(schema)
 
@@ -169,27 +164,22 @@ def register_schemas() -> None:
     _register("TRT_MXFP8DequantizeLinear", f"{codes} scale:uint8", "x:T", f"{blocks} output_dtype", wide)
     _register("TRT_BlockDequantize", f"{codes} scale:float", "x:T", "block_shape output_dtype", wide)
     # `quant.export.onnx.expert_nodes` describes it.
-    operands = "x:T index:int64 weight:T up:W up_scale?:float down:W down_scale?:float"
-    _register("Experts", operands, "y:T", "up_format down_format", _like_input(None), PLUGIN_DOMAIN)
+    operands = "x:T index:int64 weight:T up:W up_scale?:float up_bias?:T down:W down_scale?:float down_bias?:T"
     _register(
-        GROUPED_ATTENTION, "q:T k:T v:T past_key:T past_value:T lengths:int64", "y:T new_key:T new_value:T",
+        "Experts", operands, "y:T", "up_format down_format gate alternate transposed", _like_input(None), PLUGIN_DOMAIN
+    )
+    _register(
+        GROUPED_ATTENTION, "q:T k:T v:T past_key:T past_value:T lengths:int64 sinks?:T", "y:T new_key:T new_value:T",
         "softmax_scale window", _like_query_and_caches, PLUGIN_DOMAIN,
     )  # fmt: skip
     _register(
-        "TRT_QuantizedAttention",
-        "q:T k:T v:T mask?:bool normalization_quantize_scale:float",
-        "y:T",
-        "scale is_causal normalization_quantize_to_type",
-        _like_input(None),
-    )
+        "TRT_QuantizedAttention", "q:T k:T v:T mask?:bool normalization_quantize_scale:float", "y:T",
+        "scale is_causal normalization_quantize_to_type", _like_input(None),
+    )  # fmt: skip
     _register(
-        PLUGIN,
-        "q:float8e4m3fn k:float8e4m3fn v:float8e4m3fn scales:float",
-        "out:T",
-        "causal softmax_scale output_type plugin_version plugin_namespace",
-        _like_input("output_type"),
-        PLUGIN_DOMAIN,
-    )
+        PLUGIN, "q:float8e4m3fn k:float8e4m3fn v:float8e4m3fn scales:float", "out:T",
+        "causal softmax_scale output_type plugin_version plugin_namespace", _like_input("output_type"), PLUGIN_DOMAIN,
+    )  # fmt: skip
     _register(
         CACHE_PLUGIN,
         # torch.onnx repeats an operand that stands before a variadic one.

@@ -28,7 +28,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,7 @@ class CachedAttention(Attention):
     inputs: Mapping[str, Tensor] = field(default_factory=dict)  # the graph's other inputs
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # by window; layers share them
     # A bias of positions would cover the new tokens alone.
-    refused: tuple[str, ...] = ("softcap", "s_aux", "position_bias")
+    refused: ClassVar[tuple[str, ...]] = ("softcap", "s_aux", "position_bias")
     recurrent: bool = False  # whether it keeps the states of recurrent layers too
 
     def begin(self, inputs: Mapping[str, Tensor], past: Sequence[Tensor]) -> None:
@@ -132,6 +132,8 @@ class CachedAttention(Attention):
 class GroupedAttention(CachedAttention):
     """Attention of onnxruntime, which writes into the cache itself and takes no mask."""
 
+    refused: ClassVar[tuple[str, ...]] = ("softcap", "position_bias")
+
     def attended(self, name: str, keys: Keys, window: int | None) -> Keys:
         # Its node takes heads of a multiple of eight, and keys and values of one size.
         dim, v_dim = keys.key.shape[3], keys.value.shape[3]
@@ -145,7 +147,7 @@ class GroupedAttention(CachedAttention):
             return super().computed(module, name, query, keys, scale)
         past = self.past[len(self.new) : len(self.new) + 2]
         operands = query, keys.key, keys.value, *past, self.inputs[LENGTHS]
-        out, *new = torch.ops.quant.onnx_grouped_attention(*operands, scale, keys.window)
+        out, *new = torch.ops.quant.onnx_grouped_attention(*operands, keys.sinks, scale, keys.window)
         self.new += new
         return out
 

@@ -106,12 +106,9 @@ class _Guards:
 
 
 def _fixed_dimension(
-    text: str,
-    name: str,
-    guards: _Guards,
-    examples: Mapping[str, tuple[Tensor, tuple[str | int, ...]]],
+    text: str, name: str, guards: _Guards, examples: Mapping[str, tuple[Tensor, tuple[str | int, ...]]],
     highest: Mapping[str, int],
-) -> str:
+) -> str:  # fmt: skip
     """Returns the line on a dimension that the model fixes, or keeps within limits."""
     violated = re.search(r"Constraints violated \((\w+)", text)
     if limit := re.search(r"(\w+) = Dim\('\w+', max=(\d+)\)", text):
@@ -198,12 +195,9 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trace(
-    module: nn.Module,
-    arguments: tuple[Any, ...] | dict[str, Any],
-    inputs: Mapping[str, GraphInput],
-    ranges: Mapping[str, tuple[int, int]],
-    split: int | None = None,
-) -> torch.export.ExportedProgram:
+    module: nn.Module, arguments: tuple[Any, ...] | dict[str, Any], inputs: Mapping[str, GraphInput],
+    ranges: Mapping[str, tuple[int, int]], split: int | None = None,
+) -> torch.export.ExportedProgram:  # fmt: skip
     """Returns the module as a graph over named dimensions; ValueError for a graph that no file can hold.
 
     `arguments` are examples of its positional arguments, or of its keyword arguments by name; with `split` so many

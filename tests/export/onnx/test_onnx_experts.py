@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,30 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 from quant.export.engines.check_engine import forced_run, reference_run  # noqa: E402
 from quant.export.onnx import engine_session, expert_nodes  # noqa: E402
 
-MODELS = {"mixtral": tiny_models.mixtral, "qwen3_moe": tiny_models.qwen3_moe}
+
+def gpt_oss(**options: Any) -> Any:
+    """With biases and sinks that matter, and gates beyond the limit, which initial weights do not have."""
+    model = tiny_models.gpt_oss(**options)
+    generator = torch.Generator().manual_seed(5)
+    for name, x in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            x.data = torch.randn(x.shape, generator=generator).to(x.dtype)
+        elif name.endswith("gate_up_proj"):
+            x.data *= 16
+    return model
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "mixtral": tiny_models.mixtral,
+    "qwen3_moe": tiny_models.qwen3_moe,
+    "gpt_oss": gpt_oss,
+}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NODES = {"int4a16_g32": "QMoE", "int8@16bit": "QMoE", "fp8@16bit": "MoE", "fp8_channel@16bit": "MoE", "16bit": "MoE"}
-QUICK = {("mixtral", "int4a16_g32", "bf16"), ("qwen3_moe", "fp8@16bit", "fp16")}
+QUICK = {("mixtral", "int4a16_g32", "bf16"), ("qwen3_moe", "fp8@16bit", "fp16"), ("gpt_oss", "int4a16_g32", "fp32")}
 CELLS = [(kind, format, dtype) for kind in MODELS for format in NODES for dtype in DTYPES]
+CELLS.append(("gpt_oss_of_narrow_heads", "fp8@16bit", "fp32"))  # GroupQueryAttention does not take them
+MODELS["gpt_oss_of_narrow_heads"] = lambda **options: gpt_oss(head_dim=12, **options)
 ROWS = torch.randint(0, 64, (4, 24), generator=torch.Generator().manual_seed(3))
 PROMPTS = [[3, 5, 7, 9, 11], [*range(10, 27)]]
 
@@ -111,10 +131,13 @@ def test_plan_validate_agrees_with_the_export() -> None:
             assert (problem is None) is allowed, (format, target, problem)
 
 
-def test_experts_with_biases_are_refused_by_name(tmp_path: Path) -> None:
-    done = quant.quantize(tiny_models.gpt_oss(), "int4a16_g32", ROWS, solver="rtn")
-    with pytest.raises(ValueError, match=r"experts.*: fused experts \(GptOssExperts\) have biases.*vLLM"):
-        quant.export_model(done, "onnx", tmp_path / "onnx")
+def test_experts_with_another_gate_are_refused_by_name() -> None:
+    model = gpt_oss()
+    expert_nodes.check_experts(model, "onnxruntime")
+    model.model.layers[1].mlp.experts._apply_gate = lambda x: x[..., ::2] * x[..., 1::2].tanh()
+    words = r"layers.1.mlp.experts.*: fused experts \(GptOssExperts\) have another gate than those of silu and gpt-oss"
+    with pytest.raises(ValueError, match=f"{words}.*vLLM"):
+        expert_nodes.check_experts(model, "onnxruntime")
 
 
 def test_experts_of_a_transformers_without_norms_of_experts() -> None:
@@ -129,9 +152,10 @@ def test_experts_of_a_transformers_without_norms_of_experts() -> None:
         expert_nodes.check_experts(model, "tensorrt")
 
 
-def test_experts_of_genai(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "format"), [("mixtral", "int8@16bit"), ("gpt_oss", "fp8@16bit")])
+def test_experts_of_genai(kind: str, format: str, tmp_path: Path) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="needs the extra genai")
-    done = quantized(tiny_models.mixtral(), "int8@16bit")
+    done = quantized(MODELS[kind](), format)
     done.model.generation_config.pad_token_id = 63
     quant.save(done.model, done.plan, tmp_path / "checkpoint")
     base = write_short_base(tmp_path / "base")
