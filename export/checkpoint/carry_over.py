@@ -112,12 +112,9 @@ def is_quantized(name: str, written: Collection[str]) -> bool:
 
 
 def unused_tensors(
-    model: Any,
-    original: Mapping[str, Tensor],
-    written: Collection[str],
-    names: StoredNames,
+    model: Any, original: Mapping[str, Tensor], written: Collection[str], names: StoredNames,
     candidates: Iterable[str] | None = None,
-) -> list[str]:
+) -> list[str]:  # fmt: skip
     """Returns the source's tensors, among `candidates`, that the model's class has no use for and no file has."""
     candidates = original if candidates is None else candidates
     # The metadata of our checkpoints lists the tensors that were carried over, so transformers need not be asked again.

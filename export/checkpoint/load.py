@@ -44,12 +44,9 @@ def can_run(path: str | Path) -> bool:
 
 @in_own_modes
 def load(
-    directory: str | Path,
-    model: nn.Module | None = None,
-    *,
-    device: torch.device | str | None = None,
+    directory: str | Path, model: nn.Module | None = None, *, device: torch.device | str | None = None,
     trust_remote_code: bool = False,
-) -> nn.Module:
+) -> nn.Module:  # fmt: skip
     """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
     The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again. Every tensor

@@ -82,12 +82,9 @@ FAILURES = {name: Failure(**fields) for name, fields in read_table("failures").i
 
 
 def runtime_warnings(
-    plan: Plan,
-    dtype: torch.dtype = torch.bfloat16,
-    names: StoredNames | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
-    layout: str = COMPRESSED_TENSORS,
-) -> list[str]:
+    plan: Plan, dtype: torch.dtype = torch.bfloat16, names: StoredNames | None = None,
+    tensors: Mapping[str, Tensor] | None = None, layout: str = COMPRESSED_TENSORS,
+) -> list[str]:  # fmt: skip
     """Returns one sentence for each feature of a checkpoint that a runtime of its `layout` does not support."""
     names = names or StoredNames()
     if layout == MODELOPT:
@@ -568,14 +565,9 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: A
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(
-            None,
-            config=config,
-            state_dict={name: tensor for name, tensor in tensors.items() if is_tried(name)},
-            device_map="meta",
-            dtype=config.dtype,
-            output_loading_info=True,
-            **options,
-        )
+            None, config=config, state_dict={name: tensor for name, tensor in tensors.items() if is_tried(name)},
+            device_map="meta", dtype=config.dtype, output_loading_info=True, **options,
+        )  # fmt: skip
     return {**info, **{kind: of_all_blocks(info[kind]) for kind in ("missing_keys", "unexpected_keys")}}
 
 

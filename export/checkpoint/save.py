@@ -69,13 +69,9 @@ _FORM = {"_name_or_path", "architectures", "compression_config", "quantization_c
 
 
 def write_config(
-    directory: Path,
-    model: Any,
-    plan: Plan,
-    names: StoredNames,
-    source: Path | None = None,
+    directory: Path, model: Any, plan: Plan, names: StoredNames, source: Path | None = None,
     state: Mapping[str, Tensor] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
     It has the form of the file in `source`; without one, the form of transformers.
@@ -171,16 +167,9 @@ class Destination:
 
 @in_own_modes
 def save(
-    model: nn.Module,
-    plan: Plan | None,
-    directory: str | Path,
-    *,
-    tokenizer: Any = None,
-    overwrite: bool = False,
-    allow_missing: bool = False,
-    source: str | Path | None = None,
-    finish: Finish | None = None,
-) -> dict[str, str]:
+    model: nn.Module, plan: Plan | None, directory: str | Path, *, tokenizer: Any = None, overwrite: bool = False,
+    allow_missing: bool = False, source: str | Path | None = None, finish: Finish | None = None,
+) -> dict[str, str]:  # fmt: skip
     """Writes a checkpoint that vLLM and transformers load as it is, with its `plan.json` and a model card.
 
     Config, tokenizer, templates, code and other files of the original model go along as they are; its README.md as
@@ -472,17 +461,10 @@ def _save_in_training(model: Any, *args: Any, **options: Any) -> None:
 
 
 def save_pretrained(
-    model: Any,
-    save_directory: str | Path,
-    is_main_process: bool = True,
-    state_dict: Mapping[str, Tensor] | None = None,
-    push_to_hub: bool = False,
-    max_shard_size: int | str | None = None,
-    variant: str | None = None,
-    token: str | bool | None = None,
-    distributed_checkpoint: bool = False,
-    **options: Any,
-) -> None:
+    model: Any, save_directory: str | Path, is_main_process: bool = True,
+    state_dict: Mapping[str, Tensor] | None = None, push_to_hub: bool = False, max_shard_size: int | str | None = None,
+    variant: str | None = None, token: str | bool | None = None, distributed_checkpoint: bool = False, **options: Any,
+) -> None:  # fmt: skip
     """Writes a quantized model as `quant.save` does, into a directory that may hold other files.
 
     Arguments that are not named below mean to transformers how 16-bit weights are written, and change nothing.

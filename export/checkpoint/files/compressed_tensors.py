@@ -292,12 +292,9 @@ def _activation_arguments(format: Format) -> dict[str, Any]:
 
 
 def _arguments(
-    format: Format,
-    *,
-    dynamic: bool | str = False,
-    observer: str | None = "memoryless_minmax",
+    format: Format, *, dynamic: bool | str = False, observer: str | None = "memoryless_minmax",
     rows_are_tokens: bool = False,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     # strategy        block (rows, columns), 0 for a whole axis         scales
     # tensor          (0, 0)                                            one
     # attn_head       (0, 0), of a KV cache                             one a KV head

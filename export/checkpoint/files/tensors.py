@@ -114,12 +114,9 @@ SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "
 
 
 def checkpoint_tensors(
-    model: nn.Module,
-    dtype: torch.dtype,
-    names: StoredNames,
-    state: Mapping[str, Tensor] | None = None,
+    model: nn.Module, dtype: torch.dtype, names: StoredNames, state: Mapping[str, Tensor] | None = None,
     source: Collection[str] = (),
-) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, str]]:
+) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, str]]:  # fmt: skip
     """Returns every tensor of a quantized model, and the model's layer or tensor that it comes from; tied weights once.
 
     Both are by names on disk. Float scales are in `dtype`, and tensors in 16 bit in the form that `source`, the names
