@@ -244,8 +244,7 @@ def paged_attention_kernel(
         else:
             block = tl.arange(0, width // 4)
             blocks_at = this_page * block_page + row_of_page * (dim // 16)
-            ks = tl.load(k_blocks + blocks_at[:, None] + block[None, :],
-                         mask=(block < dim // 16)[None, :], other=0.0)  # fmt: skip
+            ks = tl.load(k_blocks + blocks_at[:, None] + block[None, :], mask=(block < dim // 16)[None, :], other=0.0)
             ks = tl.broadcast_to(_in_16_bit(ks)[:, :, None], (block_n, width // 4, 4)).reshape(block_n, width)
             k0, k1, k2, k3 = _quad(k_unit, ks, asm)
             scores = tl.dot(k1, q1, tl.dot(k0, q0))
@@ -288,8 +287,7 @@ def paged_attention_kernel(
             o0 = tl.dot(v0, p, o0)
             o1 = tl.dot(v1, p, o1)
         else:
-            vb = tl.load(v_blocks + blocks_at[None, :] + block[:, None],
-                         mask=(block < dim // 16)[:, None], other=0.0)  # fmt: skip
+            vb = tl.load(v_blocks + blocks_at[None, :] + block[:, None], mask=(block < dim // 16)[:, None], other=0.0)
             vb = tl.broadcast_to(_in_16_bit(vb)[:, None, :], (width // 4, 4, block_n)).reshape(width, block_n)
             v0, v1, v2, v3 = _quad(v_unit, vb, asm)
             o0 = tl.dot(v0, p, o0)

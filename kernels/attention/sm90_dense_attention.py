@@ -821,13 +821,9 @@ def sm90_dense_attention(
     tokens = Tokens(tokens_q, tokens_kv, tokens_v, heads, ratio)
     scales = Scales(
         q_scale, k_scale, v_scale, q_batch, q_head, q_block, k_batch, k_head, k_block, v_batch, v_head, v_block
-    )  # fmt: skip
-    consumed = Consumed(
-        out, lse, scales, ticket, buffers, barriers, sequences, tokens, window, total, log2_scale, cap
-    )  # fmt: skip
-    produced = Produced(
-        q_map, k_map, v_map, buffers, barriers, sequences, tokens, window, total, counter, ticket
-    )  # fmt: skip
+    )
+    consumed = Consumed(out, lse, scales, ticket, buffers, barriers, sequences, tokens, window, total, log2_scale, cap)
+    produced = Produced(q_map, k_map, v_map, buffers, barriers, sequences, tokens, window, total, counter, ticket)
     if groups == 2:
         gl.warp_specialize(
             [(_consume, (consumed, 0, kind)), (_consume, (consumed, 1, kind)), (_produce, (produced, kind))],

@@ -42,9 +42,8 @@ _BAND = tl.constexpr(8)
 
 @triton.jit
 def fp8_block_gemm_kernel(
-    x, x_scale, codes, scale, bias, y, M, N, K,
-    has_bias: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr,
-):  # fmt: skip
+    x, x_scale, codes, scale, bias, y, M, N, K, has_bias: tl.constexpr, block_m: tl.constexpr, block_n: tl.constexpr
+):
     """One tile of y; `block_n` divides 128, so that a tile has one row of squares. Tails are masked."""
     tiles_m, tiles_n = tl.cdiv(M, block_m), tl.cdiv(N, block_n)
     index = tl.program_id(0)

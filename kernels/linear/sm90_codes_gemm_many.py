@@ -397,7 +397,7 @@ def _times_token_scales(acc, scale, m, M):
 @gluon.jit
 def _weights(
     rings, block_scales, slot, panel: gl.constexpr, d: gl.constexpr, constants: gl.constexpr, layout: gl.constexpr
-):  # fmt: skip
+):
     """Returns 64 columns of the rows of one half, from panel `panel` of a slot on, as left operand."""
     depth: gl.constexpr = constants.depth
     warps: gl.constexpr = gl.num_warps()
@@ -436,7 +436,7 @@ def _stage(acc, scale, row_scale, out, tile, n, constants: gl.constexpr):
 @gluon.jit
 def _send(
     low, low_tail, high, high_tail, scale, row_scale, staging, out, n, m, first: gl.constexpr, constants: gl.constexpr
-):  # fmt: skip
+):
     """A whole tile to y, by TMA, which goes on while the next tile is multiplied."""
     rows: gl.constexpr = low.shape[0]
     wide: gl.constexpr = low.shape[1]
@@ -630,8 +630,7 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
                     _send(low, low_tail, high, high_tail, scale, block_scale, staging, part, n, m, group * halves,
                           constants)  # fmt: skip
             else:
-                _send(low, low_tail, high, high_tail, scale, block_scale, staging, out, n, m, group * halves,
-                      constants)  # fmt: skip
+                _send(low, low_tail, high, high_tail, scale, block_scale, staging, out, n, m, group * halves, constants)
         turn += 1
     # Shared memory must not be given back while TMA reads it.
     tma.store_wait(0)

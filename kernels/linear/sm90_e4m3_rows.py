@@ -44,7 +44,7 @@ def _code(value, step):
 @triton.jit
 def rows_to_e4m3_kernel(
     x, codes, scale, x_stride, K, largest: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr
-):  # fmt: skip
+):
     """A program rounds one row. Four codes, a word, are two pairs of neighbours, the second eight columns on."""
     # x and codes are read and written as int32, so that a thread loads and stores 16 bytes in the order above.
     start_next(overlap)

@@ -239,9 +239,8 @@ def _collect(
                 mask = (inside >= 0) & (program <= highest)
                 # Bypass L1, which is not coherent with the writes of other programs.
                 total += gl.load(
-                    sums + buffer.to(gl.int64) * (rows * block_m) + inside, mask=mask, other=0.0,
-                    cache_modifier=".cg",
-                )  # fmt: skip
+                    sums + buffer.to(gl.int64) * (rows * block_m) + inside, mask=mask, other=0.0, cache_modifier=".cg"
+                )
         store_sum(total, scale, out, n, m + first, has_bias)
 
 
@@ -388,9 +387,7 @@ def prepare_gemm_few(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, 
             maps.append(object.__new__(TensorDescriptor))
             vars(maps[-1]).update(fields, base=tensor)
         maps[0].strides = [x.stride(0), 1]
-        launch(
-            *maps, weight.global_scale, x if bias is None else bias, y, sums, counters, M, N, steps, K // 64, units
-        )  # fmt: skip
+        launch(*maps, weight.global_scale, x if bias is None else bias, y, sums, counters, M, N, steps, K // 64, units)
         return y
 
     return run

@@ -19,9 +19,8 @@ from quant.kernels.base.portable_small_floats import encode_scale, larger, quoti
 
 @triton.jit
 def branch_rows_to_codes_kernel(
-    x, h, unit, codes, scale, K,
-    largest: tl.constexpr, rank: tl.constexpr, width: tl.constexpr,
-):  # fmt: skip
+    x, h, unit, codes, scale, K, largest: tl.constexpr, rank: tl.constexpr, width: tl.constexpr
+):
     """See the module docstring; `rank` and `width` are powers of two."""
     row = tl.program_id(0).to(tl.int64)
     column, r = tl.arange(0, width), tl.arange(0, rank)

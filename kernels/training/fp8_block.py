@@ -89,9 +89,8 @@ register(
 
 
 def _reference_rms_norm(
-    x: Tensor, rstd: Tensor, weight: Tensor, normalized: torch.dtype, dtype: torch.dtype, rule: str,
-    columns: bool,
-) -> _Operands:  # fmt: skip
+    x: Tensor, rstd: Tensor, weight: Tensor, normalized: torch.dtype, dtype: torch.dtype, rule: str, columns: bool
+) -> _Operands:
     y = ((x.float() * rstd[:, None]).to(normalized).float() * weight.float()).to(dtype)
     return _reference_operands(y, rule, False, True, columns)
 

@@ -202,9 +202,8 @@ register(
 
 
 def _decoded_product(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, exact: bool,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, exact: bool, dtype: torch.dtype
+) -> Tensor:
     values = torch.bfloat16 if a.is_cuda else torch.float32
     if b.dim() == 3:
         matrices = (b.to(values) * b_scale[:, :, None].to(values)).transpose(1, 2)
@@ -215,9 +214,8 @@ def _decoded_product(
 
 
 def _product_on_gpu(
-    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, exact: bool,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, offsets: Tensor, exact: bool, dtype: torch.dtype
+) -> Tensor:
     if exact or dtype is not torch.bfloat16 or not has_grouped_fp8(a):
         return _decoded_product(a, a_scale, b, b_scale, offsets, exact, dtype)
     if b.dim() == 2:
