@@ -188,8 +188,8 @@ class _Conv(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, keyset: Any, *args: Any) -> Tensor:
-        x, codes, scale, bias, _, ctx.weight_format, _, *ctx.geometry = args
-        ctx.shape, ctx.dtype, ctx.biases = x.shape, x.dtype, None if bias is None else list(bias.shape)
+        x, codes, scale, _, _, ctx.weight_format, _, *ctx.geometry = args
+        ctx.shape = x.shape
         ctx.save_for_backward(codes, scale)
         return below_autograd(torch.ops.quant.conv.default, keyset, *args)
 
@@ -197,14 +197,37 @@ class _Conv(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         codes, scale = ctx.saved_tensors
-        transposed, groups = ctx.geometry[3], ctx.geometry[5]
-        weight = _dense(codes, scale, ctx.weight_format, groups, transposed, gradient.dtype)
-        asked = [ctx.needs_input_grad[1], False, ctx.needs_input_grad[4]]
-        x = gradient.new_empty(1).expand(ctx.shape)  # only its shape is read
-        for_x, _, for_bias = torch.ops.aten.convolution_backward(gradient, x, weight, ctx.biases, *ctx.geometry, asked)
+        for_x = for_bias = None
+        if ctx.needs_input_grad[1]:
+            of_x = torch.ops.quant.conv_input_gradient
+            for_x = of_x(gradient, codes, scale, ctx.shape, ctx.weight_format, *ctx.geometry)
+        if ctx.needs_input_grad[4]:
+            for_bias = gradient.sum([0, *range(2, gradient.dim())])
         return None, for_x, None, None, for_bias, *[None] * 9
 
 
+def _through(gradient: Tensor, weight: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
+    x = gradient.new_empty(1).expand(shape)  # only its shape is read
+    backward = torch.ops.aten.convolution_backward
+    return backward(gradient, x, weight, None, *geometry, [True, False, False])[0]
+
+
+def _input_gradient(
+    gradient: Tensor, codes: Tensor, scale: Tensor, shape: Sequence[int], weight_format: str, *geometry: Any
+) -> Tensor:
+    weight = _dense(codes, scale, weight_format, geometry[5], geometry[3], gradient.dtype)
+    return _through(gradient, weight, shape, *geometry)
+
+
+register(
+    f"{CONV}_input_gradient",
+    "(Tensor gradient, Tensor codes, Tensor scale, SymInt[] shape, str weight_format, int[] stride, SymInt[] padding, "
+    "int[] dilation, bool transposed, SymInt[] output_padding, int groups) -> Tensor",
+    lambda gradient, codes, scale, shape, weight_format, *geometry: _through(
+        gradient, codes.new_empty(codes.shape, dtype=gradient.dtype), shape, *geometry
+    ),
+    default=_input_gradient,
+)
 register(
     CONV,
     "(Tensor x, Tensor codes, Tensor scale, Tensor? bias, Tensor? input_scale, str weight_format, str activation, "

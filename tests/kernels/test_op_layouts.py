@@ -68,6 +68,26 @@ def test_convolutions_of_channels_last(kind: type[nn.Conv2d], activation: str | 
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("activation", [None, "fp8_token"])
+@pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
+def test_compiled_convolutions_have_the_gradients_of_eager_ones(kind: type[nn.Conv2d], activation: str | None) -> None:
+    module = kind(8, 16, 3, stride=2)
+    weight = quantize(weight_of_conv(module), FORMATS["fp8_channel"])
+    conv = QuantConv(weight, module, INPUT_FORMATS[activation] if activation else None)
+    conv.bias.requires_grad_()
+    dense = kind(8, 16, 3, stride=2)
+    dense.load_state_dict({"weight": conv.weight, "bias": conv.bias})
+    for layout in (torch.contiguous_format, torch.channels_last):
+        x = torch.randn(2, 8, 7, 7).to(memory_format=layout).requires_grad_()
+        gradients = torch.autograd.grad(conv(x).square().sum(), (x, conv.bias))
+        compiled = torch.compile(lambda x: conv(x).square().sum(), backend="aot_eager")
+        for own, of_compiled in zip(gradients, torch.autograd.grad(compiled(x), (x, conv.bias)), strict=True):
+            torch.testing.assert_close(of_compiled, own)
+        if activation is None:
+            expected = torch.autograd.grad(dense(x).square().sum(), (x, dense.bias))
+            torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_compiled_rounding_equals_eager() -> None:
     def loss(x: Tensor) -> Tensor:
         rounded = quant.kernels.training.fake_rounding.round_input(x.t() * 1.0, INPUT_FORMATS["mxfp8"], None)
