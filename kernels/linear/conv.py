@@ -206,27 +206,22 @@ class _Conv(torch.autograd.Function):
         return None, for_x, None, None, for_bias, *[None] * 9
 
 
-def _through(gradient: Tensor, weight: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
+def _gradient_of_input(gradient: Tensor, weight: Tensor, shape: Sequence[int], *geometry: Any) -> Tensor:
     x = gradient.new_empty(1).expand(shape)  # only its shape is read
     backward = torch.ops.aten.convolution_backward
     return backward(gradient, x, weight, None, *geometry, [True, False, False])[0]
-
-
-def _input_gradient(
-    gradient: Tensor, codes: Tensor, scale: Tensor, shape: Sequence[int], weight_format: str, *geometry: Any
-) -> Tensor:
-    weight = _dense(codes, scale, weight_format, geometry[5], geometry[3], gradient.dtype)
-    return _through(gradient, weight, shape, *geometry)
 
 
 register(
     f"{CONV}_input_gradient",
     "(Tensor gradient, Tensor codes, Tensor scale, SymInt[] shape, str weight_format, int[] stride, SymInt[] padding, "
     "int[] dilation, bool transposed, SymInt[] output_padding, int groups) -> Tensor",
-    lambda gradient, codes, scale, shape, weight_format, *geometry: _through(
+    lambda gradient, codes, scale, shape, weight_format, *geometry: _gradient_of_input(
         gradient, codes.new_empty(codes.shape, dtype=gradient.dtype), shape, *geometry
     ),
-    default=_input_gradient,
+    default=lambda gradient, codes, scale, shape, weight_format, *geometry: _gradient_of_input(
+        gradient, _dense(codes, scale, weight_format, geometry[5], geometry[3], gradient.dtype), shape, *geometry
+    ),
 )
 register(
     CONV,

@@ -291,12 +291,9 @@ _SCALED = {
 def scaling(form):
     """Returns where a format's scales go: into the "sum", or into decoded values as "one" bfloat16 or "two"."""
     # All functions here take the name of a format, or another name for codes that are decoded elsewhere.
-    if form not in FORMATS:
+    if form not in FORMATS or not FORMATS[form].block[1]:
         return "sum"
-    format = FORMATS[form]
-    if not format.block[1]:
-        return "sum"
-    return "one" if format.scale.bits == 8 else "two"
+    return "one" if FORMATS[form].scale.bits == 8 else "two"
 
 
 @gluon.constexpr_function
