@@ -406,7 +406,9 @@ class Space:
             # A hundredth more for rows that are padded.
             fewer = sorted((name for name in bits if bits[name] + 0.01 <= goal.bits), key=bits.__getitem__)
             way_out = f"no format has fewer than {min(bits.values()):g}"
-            if fewer:
+            if any(c.weight and c.weight.bits_per_weight() + 0.01 <= goal.bits for c in self.candidates.values()):
+                way_out = "what pins, targets and shapes leave to each layer has no fewer"
+            elif fewer:
                 way_out = f"{option('formats')} takes {listed(fewer, 4)} too"
             raise Infeasible(
                 f"{option('bits', f'{goal.bits:g}')}: the smallest feasible value with these formats is "

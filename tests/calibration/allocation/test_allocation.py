@@ -486,6 +486,10 @@ def test_an_encoder_is_measured_on_its_embeddings() -> None:
 def test_infeasible_says_what_is_feasible(goal: Goal, message: str) -> None:
     with pytest.raises(Infeasible, match=message):
         _allocate(goal, _llama(3))
+    if goal.bits == 4.2:  # further formats are no way out where a pin is what binds
+        pinned = [Constraint(ConstraintKind.PIN, "*", "fp8")]
+        with pytest.raises(Infeasible, match=r"bits=5: .* is 8\.0.*; what pins, targets and shapes leave"):
+            _allocate(Goal(bits=5.0), _llama(3), constraints=pinned)
 
 
 def test_an_infeasible_budget_is_refused_before_anything_is_measured() -> None:
