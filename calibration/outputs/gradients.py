@@ -73,11 +73,7 @@ class OutputMoments:
 
 
 def output_moments(
-    model: nn.Module,
-    groups: Sequence[Sequence[LayerPlan]],
-    batches: Sequence[Any],
-    session: Session,
-    draws: int | None = None,
+    model: nn.Module, groups: Sequence[list[LayerPlan]], batches: list[Any], session: Session, draws: int | None = None
 ) -> OutputMoments:
     """Returns A of the outputs of fusion groups, from this and the other ranks' batches."""
     width, reason = _width(groups, session), "too little memory for the gradients' second moment"

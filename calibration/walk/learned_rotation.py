@@ -70,7 +70,7 @@ class _Reader:
 def merge_learned_rotation(
     model: nn.Module,
     few: Tensor,
-    batches: Sequence[Tensor],
+    batches: list[Tensor],
     layers: Sequence[LayerPlan],
     device: torch.device,
     session: Session,
@@ -136,7 +136,7 @@ def _check_memory(readers: Sequence[_Reader], session: Session) -> None:
 
 
 def _measure(
-    model: nn.Module, readers: Sequence[_Reader], batches: Sequence[Tensor], session: Session
+    model: nn.Module, readers: Sequence[_Reader], batches: list[Tensor], session: Session
 ) -> tuple[Tensor, Tensor]:
     """Returns M and H of each group, float32 `[groups, width, width]`."""
     outputs = output_moments(model, [reader.members for reader in readers], batches, session, draws=1)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from quant.base.errors import UserError, counted, near_file
 from quant.base.json_files import JsonData
+from quant.base.torch_modes import in_own_modes
 from quant.calibration.allocation.measure_choices import Answers
 from quant.calibration.attention_names import text_config
 from quant.calibration.evaluating import paired_interval, prepared
@@ -173,7 +174,9 @@ def _class(model: nn.Module, tokenizer: Any, question: Question) -> Prediction:
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    return list(tokenizer(text, verbose=False)["input_ids"])
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    # Some tokenizers close every text, and what follows a prompt would stand behind its end.
+    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ class TaskResult(JsonData):
         return self.interval is not None and not self.interval[0] <= 0 <= self.interval[1]
 
 
+@in_own_modes
 def evaluate_task(
     model: nn.Module, tokenizer: Any, task: str | Path, baseline: nn.Module | None = None, *,
     dtype: torch.dtype | None = torch.float32, device: Device = None, progress: Report = lambda done, total: None,
@@ -220,8 +224,9 @@ def is_right(answers: Sequence[Prediction], questions: Sequence[Question]) -> li
 
 
 def held_out_task(path: str | Path, tokenizer: Any) -> tuple[Answers, Answers]:
-    """Returns the questions on which a limit is kept, and those that verify it: every other one of a file."""
-    questions = read_task(path)
+    """Returns the questions on which a limit is kept, and those that verify it: every other one, by their answers."""
+    # In the order of a file whose answers alternate, each half would have one answer.
+    questions = sorted(read_task(path), key=lambda question: str(question.answer))
     check, verify = (
         Answers(Path(path).name, lambda model, own=own: is_right(predict(model, tokenizer, own), own))  # type: ignore[misc]
         for own in (questions[::2], questions[1::2])

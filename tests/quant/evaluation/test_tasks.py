@@ -1,5 +1,6 @@
 """Questions with right answers, of a file, put to a model and to its original."""
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +12,21 @@ import torch
 import transformers
 from click.testing import CliRunner, Result
 from scipy.stats import norm
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import nn
 
 from quant.base.errors import UserError
 from quant.calibration.outputs.logits import Logits
 from quant.cli.main import main
-from quant.evaluation.tasks import Question, choice_scores, compare_answers, evaluate_task, predict, read_task
+from quant.evaluation.tasks import (
+    Question,
+    choice_scores,
+    compare_answers,
+    evaluate_task,
+    held_out_task,
+    predict,
+    read_task,
+)
 from quant.recipes.layers import output_head
 
 WORDS = [f"w{i}" for i in range(60)]
@@ -87,6 +96,31 @@ class Counting(nn.Module):
 )
 def test_a_text_ends_with_its_line(tokenizer: Any, prompt: str, answer: str, says: str) -> None:
     assert predict(Counting(), tokenizer, [Question(prompt, answer)]) == [says]
+
+
+def test_a_tokenizer_that_closes_texts_asks_the_same(tokenizer: Any, model: nn.Module) -> None:
+    closing = copy.deepcopy(tokenizer)
+    closing._tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 62)])
+    assert closing("w2")["input_ids"] == [2, 62]
+    question = Question("w1 w2 w9", 0, ("w4 w5", "w30", "w7 w8 w9"))
+    scores = [choice_scores(Logits(model, output_head(model)), each, question) for each in (tokenizer, closing)]
+    assert torch.equal(*scores)
+    assert predict(Counting(), closing, [Question("w7", "w8 w9")]) == ["w8 w9"]
+
+
+def test_both_halves_of_a_task_have_the_same_answers(tokenizer: Any, file: Callable[..., Path]) -> None:
+    """Of a file whose answers alternate; a model that always says the first choice is right in half of each."""
+    rows = [{"prompt": "w0", "choices": ["w1", "w2"], "answer": i % 2} for i in range(8)]
+    assert [sum(half.right(Counting())) for half in held_out_task(file(*rows), tokenizer)] == [2, 2]
+
+
+def test_autocast_of_a_caller_changes_no_answer(model: nn.Module, tokenizer: Any, file: Callable[..., Path]) -> None:
+    seen = []
+    handle = model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        evaluate_task(model, tokenizer, file(*({"prompt": p, "answer": f"w{i}"} for i, p in enumerate(prompts(2)))))
+    handle.remove()
+    assert set(seen) == {torch.float32}
 
 
 def test_the_interval_is_agresti_and_mins() -> None:
