@@ -542,8 +542,8 @@ def _config_differences(pair: _Pair) -> Iterator[Difference]:
         return
     written = read_fields(pair.directory / "config.json")
     for key, value in _leaves(read_fields(pair.home / "config.json")):
-        # A checkpoint names its class, also where the source names none.
-        if _FORM & set(key) or (key == ("architectures",) and not value):
+        # A checkpoint names its class and its dtype, also where the source has null.
+        if _FORM & set(key) or (key[-1] in ("architectures", "dtype", "torch_dtype") and not value):
             continue
         fields: Any = written
         for part in key[:-1]:

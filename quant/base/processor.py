@@ -225,6 +225,4 @@ def value_of(tensor: torch.Tensor, *, whole: bool = True) -> torch.Tensor:
     With `whole` false, experts that could be run one by one from their files stay there.
     """
     stored = getattr(tensor, "stored", None)
-    if stored is None or (stored.runs_alone and not whole):
-        return tensor.detach()
-    return stored.tensor()
+    return tensor.detach() if stored is None or (stored.runs_alone and not whole) else stored.tensor()

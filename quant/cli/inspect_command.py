@@ -124,8 +124,7 @@ def formats_command(as_json: bool) -> None:
 
 def _in_words(field: str, value: Any) -> str:
     if field == "block":
-        rows, columns = value
-        return {(0, 0): "tensor", (1, 0): "row"}.get((rows, columns), f"{rows}×{columns}")
+        return {(0, 0): "tensor", (1, 0): "row"}.get(tuple(value), "×".join(map(str, value)))
     if field == "solver":
         return value or "by --effort"
     if isinstance(value, bool):

@@ -140,7 +140,7 @@ def safetensors_file(path: Path, framework: str = "numpy") -> Any:
     try:
         return safe_open(path, framework=framework)
     except (SafetensorError, RuntimeError, OSError) as error:  # RuntimeError: torch cannot map it
-        raise UserError(f"{path}: not a safetensors file, or a damaged one ({error}); download it again") from None
+        raise UserError(f"{path}: truncated or damaged, or no safetensors file ({error}); download it again") from None
 
 
 def shard_names(weight_map: Mapping[str, str], index: Path) -> list[str]:
@@ -286,9 +286,8 @@ def copy_along(source: Path, target: Path, directory: Path) -> None:
 
 def _check_link(file: Path, directory: Path) -> None:
     home = directory.resolve()
-    homes = [home]
-    if home.parent.name == "snapshots":  # the cache of the Hugging Face hub keeps the files there
-        homes.append(home.parent.parent / "blobs")
+    # The cache of the Hugging Face hub keeps the files of snapshots in one folder.
+    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
     target = file.resolve()
     if file.is_symlink() and not any(target.is_relative_to(folder) for folder in homes):
         raise UserError(f"{file}: a link to {target}, outside its directory; put a copy of the file there")
@@ -427,20 +426,26 @@ def read_fields(file: Path) -> dict[str, Any]:
 
 
 def checked_fields(file: Path) -> dict[str, Any]:
-    """Reads a config by `read_fields`, and checks the types of classes and of fields that forward passes use."""
+    """Reads a config by `read_fields`, and checks it by `check_fields`."""
     fields = read_fields(file)
     try:
-        typed(list[str] | None, fields.get("architectures"), "architectures")
-        for name in _FLAGS & fields.keys():
-            typed(bool | None, fields[name], name)
-        for name, value in fields.items():
-            if isinstance(value, float) and math.isnan(value):
-                raise ValueError(f"{name} is NaN")
-        for name in _TOKENS & fields.keys():
-            ids = fields[name]
-            typed(list[int] if isinstance(ids, list) else int | None, ids, name)
+        check_fields(fields)
     except ValueError as error:
         raise UserError(f"{file}: {error}; correct it, or download it again") from None
+    return fields
+
+
+def check_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config; ValueError where classes, or what forward passes use, have other types."""
+    typed(list[str] | None, fields.get("architectures"), "architectures")
+    for name in _FLAGS & fields.keys():
+        typed(bool | None, fields[name], name)
+    for name, value in fields.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"{name} is NaN")
+    for name in _TOKENS & fields.keys():
+        ids = fields[name]
+        typed(list[int] if isinstance(ids, list) else int | None, ids, name)
     return fields
 
 
@@ -475,17 +480,16 @@ def check_sizes(config: Any, files: Iterable[Path], where: Path) -> None:
     """Raises UserError for more blocks than tensors in the files, or a size beyond the weights: listing never ends."""
     # The whole numbers that sizes follow from; Aria has a table by numbers.
     sizes = ((n, v) for n, v in _leaves(config.to_dict()) if isinstance(v, int) and _SIZE.search(str(n)))
-    wide = {name: value for name, value in sizes if value > _USUAL[name in _BLOCKS]}
+    wide = {name: value for name, value in sizes if value > _USUAL[name in _BLOCKS] or value < 0}
     if not wide:
         return
     files = list(files)
     nbytes = sum(file.stat().st_size for file in files)
-    counts = (len(safetensors_file(f).keys()) if f.suffix == ".safetensors" else _USUAL[True] for f in files)
-    tensors = sum(counts)
+    tensors = sum(len(safetensors_file(f).keys()) if f.suffix == ".safetensors" else _USUAL[True] for f in files)
     for name, value in wide.items():
         # A block has at least one tensor, and no single dimension comes near twice the bytes of all weights.
-        if value > (tensors if name in _BLOCKS else 2 * nbytes):
-            raise UserError(f"{where}: {name} is {reprlib.repr(value)}, far beyond the weights in the files")
+        if value > (tensors if name in _BLOCKS else 2 * nbytes) or (value < 0 and name in _BLOCKS):
+            raise UserError(f"{where}: {name} is {reprlib.repr(value)}, which the weights in the files do not have")
 
 
 def check_elements(model: "nn.Module", files: Iterable[Path], where: Path) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from quant.base.errors import UserError, listed, option, require, warn
 from quant.models import gguf_architectures as llama_cpp
 from quant.models import huggingface
-from quant.models.files import explained, one_line
+from quant.models.files import check_fields, explained, one_line
 from quant.recipes.blocks import replaced
 from quant.recipes.layers import stacking_of
 
@@ -598,7 +598,7 @@ def read_config(path: Path) -> Any:
     _refuse_without_model(path, file)
     if (own := _value(file.fields, "", OWN_CONFIG)) is not None:
         try:
-            config = transformers.AutoConfig.for_model(**json.loads(own))
+            config = transformers.AutoConfig.for_model(**check_fields(json.loads(own)))
             architecture = llama_cpp.architecture_of(config)
             for name, value in llama_cpp.metadata_of(config, architecture)[0].items():
                 stored = _value(file.fields, "", key := f"{architecture.name}.{name}")

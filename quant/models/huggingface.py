@@ -365,6 +365,9 @@ def model_class(config: Any, where: str) -> Any:
         with importing():  # transformers imports the file of a class when it is first named
             cls = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            if not isinstance(config, getattr(cls, "config_class", None) or object):
+                named = f"architectures names {name}, no class of model_type {config.model_type}"
+                raise UserError(f"{where}: {named}; correct one of them in config.json")
             return cls
     if not config.architectures:
         for kind in ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_MAPPING"):

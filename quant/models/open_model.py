@@ -102,8 +102,7 @@ class Source:
             return False
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-        names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-        return any(c.__name__ in names for c in type(self.model).__mro__)
+        return any(c.__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() for c in type(self.model).__mro__)
 
     def load_tokenizer(self) -> Any:
         """Returns the transformers tokenizer, which is read once; UserError, with the way out, where there is none."""

@@ -83,8 +83,7 @@ class StoredExperts(StoredWeight):
         self.shape, self.parts, self.names = shape, len(names) // shape[0], names
 
     def _matrix(self, expert: int) -> Tensor:
-        names = self.names[expert * self.parts : (expert + 1) * self.parts]
-        return torch.cat([self.files[name] for name in names])
+        return torch.cat([self.files[name] for name in self.names[expert * self.parts : (expert + 1) * self.parts]])
 
     def tensor(self) -> Tensor:
         stack = torch.empty(self.shape, dtype=self.files.dtype(self.name))

@@ -508,7 +508,7 @@ def pack(model: nn.Module) -> Plan:
 def _pack_rounded(model: nn.Module, layers: Mapping[str, qat_layers.RoundedWeight]) -> Plan:
     """Packs the layers of `prepare_qat`; returns the plan that they were prepared by."""
     for name, module in layers.items():
-        _refuse_partial(name, module.weight, "it into a model prepared in the same way, and pack that")
+        _refuse_partial(name, module, "it into a model prepared in the same way, and pack that")
         for key, parameter in module.named_parameters(recurse=False):
             if not bool(parameter.isfinite().all()):
                 raise UserError(f"{name}: training made NaN or infinity of its {key}; lower the learning rate")
@@ -549,14 +549,9 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
     weights, scales = {}, {}
     for name, layer in layers.items():
         reload = "it and the state_dict of the report into a model converted in the same way, and pack that"
-        _refuse_partial(name, layer.weight, reload)
+        _refuse_partial(name, layer, reload)
         if layer.weight.is_meta:
             raise UserError(f"{name}: its weight is on the meta device and has no values; load them first")
-        if isinstance(layer, LowPrecisionLinear) and "weight" not in layer._parameters:
-            raise UserError(
-                f"{name}: its weight is computed from other parameters (pruning, a parametrization); make it a "
-                "parameter first, with torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
-            )
     for name, layer in layers.items():
         state = layer.low_precision
         weights[name] = layer.packed() if isinstance(layer, LowPrecisionStack) else packed_weight(layer.weight, state)
@@ -589,8 +584,8 @@ def _warn_of_unreached_experts(layers: Mapping[str, LowPrecisionLinear | LowPrec
         )
 
 
-def _refuse_partial(name: str, weight: Tensor, reload: str) -> None:
-    """Raises UserError where packing a trained layer would lose its adapter, or pack one process's shard of it.
+def _refuse_partial(name: str, module: nn.Module, reload: str) -> None:
+    """Raises UserError where packing a trained layer would lose its adapter or mask, or pack one process's shard of it.
 
     The message ends with the user's next step with the gathered state: to load what `reload` says.
     """
@@ -600,8 +595,13 @@ def _refuse_partial(name: str, weight: Tensor, reload: str) -> None:
             f"{name}: an adapter is on this layer; merge it first, and pack what that returns: "
             "quant.pack(model.merge_and_unload())"
         )
+    if isinstance(module, nn.Linear | nn.modules.conv._ConvNd) and "weight" not in module._parameters:
+        raise UserError(
+            f"{name}: its weight is computed from other parameters (pruning, a parametrization); make it a parameter "
+            "first, with torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
+        )
     # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
-    if hasattr(weight, "full_tensor"):
+    if hasattr(module.weight, "full_tensor"):
         raise UserError(
             f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
             f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load {reload}"

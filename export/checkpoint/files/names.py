@@ -237,8 +237,7 @@ _OF_CONVERTERS = (*_OF_RULES, "operations", "add_tensor", "convert")
 
 def class_rules(model: nn.Module) -> list[Any]:
     """Returns the invertible rules for checkpoints of a model's class; ValueError for another version's rules."""
-    rules = _private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
-    return _invertible(rules)
+    return _invertible(_private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False))
 
 
 def file_rules(model: nn.Module) -> list[Any]:

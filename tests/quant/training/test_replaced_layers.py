@@ -8,6 +8,7 @@ import pytest
 import tiny_models
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import quant
 
@@ -103,6 +104,24 @@ def test_a_weight_that_is_computed_from_others_stays_in_16_bit(prepare: Any, nor
     prepare(net, "mxfp8")
     assert type(net[0]) is kind and torch.equal(net[0](x), computed)
     assert type(net[2]) is not nn.Linear
+
+
+@pytest.mark.parametrize("prepare", [quant.prepare_qat, quant.to_low_precision_training])
+def test_a_pruned_layer_is_packed_when_its_weight_is_a_parameter(prepare: Any) -> None:
+    """In QAT `pack` ended in an AttributeError. The way out of its message keeps the zeros."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)), torch.randn(4, 64)
+    prepare(net, "mxfp8")
+    prune.l1_unstructured(net[0], "weight", 0.5)
+    net(x).sum().backward()
+    types = [type(module) for module in net]
+    with pytest.raises(quant.UserError, match=r"^0: its weight is computed .*torch\.nn\.utils\.prune\.remove"):
+        quant.pack(net)
+    assert [type(module) for module in net] == types
+    prune.remove(net[0], "weight")
+    expected = net.eval()(x)
+    quant.pack(net)
+    assert torch.equal(net(x), expected) and int((net[0].weight == 0).sum()) >= 2048
 
 
 @pytest.mark.parametrize("prepare", [quant.prepare_qat, quant.to_low_precision_training])

@@ -1,0 +1,81 @@
+"""Configs that no model has: each ends in one line that names the file, or is the model that it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_models
+import torch
+from click.testing import CliRunner
+
+import quant
+from quant.cli.main import main
+
+pytest.importorskip("transformers", reason="the extra hf")
+gguf = pytest.importorskip("gguf", reason="comes with the extra [dev]")
+
+from quant.models.gguf import OWN_CONFIG, read_config  # noqa: E402 -- as above
+
+
+def saved(folder: Path, **changes: Any) -> Path:
+    tiny_models.llama(num_hidden_layers=1).bfloat16().save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_a_config_without_a_dtype(key: str, tmp_path: Path) -> None:
+    """The run ended after solving: "this is our bug". The dtype is that of the files, as transformers takes it."""
+    folder = saved(tmp_path / "model")
+    fields = json.loads((folder / "config.json").read_text())
+    fields.pop("dtype", None)
+    (folder / "config.json").write_text(json.dumps({**fields, key: None}))
+    arguments = ["quantize", str(folder), "--format", "int8", "--effort", "0", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert quant.load(tmp_path / "out").model.norm.weight.dtype == torch.bfloat16
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "out"), "--source", str(folder)])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"architectures": ["MistralForCausalLM"]},
+         "architectures names MistralForCausalLM, no class of model_type llama; correct one of them in config.json"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which the weights in the files do not have"),
+    ],
+)  # fmt: skip
+def test_a_config_that_is_no_models(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """The first was quantized, and generated with an error of transformers; the second said "__len__()"."""
+    folder = saved(tmp_path / "model", **changes)
+    for command in (["quantize", "--format", "int8", "--out", str(tmp_path / "out")], ["generate", "--prompt", "3"]):
+        result = CliRunner().invoke(main, [*command, str(folder)])
+        assert result.exit_code == 2 and len(result.output.splitlines()) == 1, result.output
+        assert str(folder) in result.output and says in result.output, result.output
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"architectures": wrong} for wrong in (True, 5, "LlamaForCausalLM", [5], {})),
+        {"eos_token_id": "x"}, {"rms_norm_eps": float("nan")}, {"use_cache": "no"},
+    ],
+)  # fmt: skip
+def test_the_config_in_a_gguf_file(fields: dict[str, Any], tmp_path: Path) -> None:
+    """`"architectures": true` ended in a TypeError."""
+    file = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_string(
+        OWN_CONFIG, json.dumps({**tiny_models.llama(num_hidden_layers=1).config.to_dict(), **fields}, default=str)
+    )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    with pytest.raises(quant.UserError, match=rf"{file}: .*{next(iter(fields))}") as caught:
+        read_config(file)
+    assert len(str(caught.value).splitlines()) == 1
