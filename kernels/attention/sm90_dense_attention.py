@@ -856,6 +856,10 @@ def attend(
     packed, windowed, capped = (x is not None for x in (options.cu_seqlens_q, options.window, options.softcap))
     width = triton.next_power_of_2(dim)
     tiles = tiles or TILES[width, q.dtype.itemsize]
+    short = -tokens_kv % tiles.block_kv
+    if short and batch * kv_heads > 1 and not (fp8 or packed):
+        # The last tile of keys would take the next head's values, and 0 times one that is NaN is NaN.
+        v = torch.nn.functional.pad(v, (0, 0, 0, short))
     blocks = triton.cdiv(options.max_seqlen_q, 64 * tiles.groups)
     items = heads * options.sequences(batch)
     total = items * blocks

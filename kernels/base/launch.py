@@ -137,14 +137,14 @@ def _capture_number(stream: int) -> int:
 
 
 _P = ParamSpec("_P")
-_R = TypeVar("_R")
+_Value = TypeVar("_Value")
 
 
-def on_its_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def on_its_gpu(function: Callable[_P, _Value]) -> Callable[_P, _Value]:
     """Returns `function` as called on the GPU of its first tensor: Triton launches on the current GPU, no other."""
 
     @wraps(function)
-    def on_gpu(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def on_gpu(*args: _P.args, **kwargs: _P.kwargs) -> _Value:
         tensors = (x[0] if isinstance(x, list) else x for x in args)
         with torch.cuda.device_of(next(x for x in tensors if isinstance(x, Tensor))):
             return function(*args, **kwargs)
@@ -154,7 +154,6 @@ def on_its_gpu(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 _LOCKS: dict[tuple[int, str], Lock] = {}
 _ALIGNMENT = 16  # bytes, of which Triton compiles kernels that know
-_Value = TypeVar("_Value")
 Variants = dict[Any, Callable[[], object]]
 """By all that Triton tells compiled kernels apart by: a function that compiles one."""
 _record: ContextVar[Variants | None] = ContextVar("record of launches", default=None)

@@ -54,8 +54,7 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
     low = float("-inf")
     peak = tl.full((TILE,), low, tl.float32)
     largest = tl.full((TILE,), low, tl.float32)
-    total = tl.zeros((TILE,), tl.float32)
-    moment = tl.zeros((TILE,), tl.float32)
+    total, moment = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     for start in range(0, vocabulary, TILE):
         at = start + lane
         z = tl.load(base + at, mask=at < vocabulary, other=low).to(tl.float32)
@@ -73,8 +72,7 @@ def kl_of_logits_kernel(base, difference, out, vocabulary, LARGE: tl.constexpr, 
     share = tl.where(peak == low, 0.0, tl.exp(peak - top))
     whole = tl.sum(total * share, axis=0)
     mean = tl.sum(moment * share, axis=0) / whole
-    grown = tl.zeros((TILE,), tl.float32)
-    left = tl.zeros((TILE,), tl.float32)
+    grown, left = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     for start in range(0, vocabulary, TILE):
         at = start + lane
         z = tl.load(base + at, mask=at < vocabulary, other=low).to(tl.float32)

@@ -344,10 +344,9 @@ def look_up(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tenso
         if not tensor.is_contiguous() or tensor.device != ids.device:
             where = f"on {tensor.device} with strides {tensor.stride()}"
             raise ValueError(f"embedding of {list(shape)}: {name} is {where}, expected contiguous, on {ids.device}")
-    flat = ids.contiguous().view(-1)
+    flat, width = ids.contiguous().view(-1), 1024
     codes, scale = compilable(weight.codes), compilable(weight.scale)
     out = torch.empty(*ids.shape, shape[1], dtype=dtype, device=ids.device)
-    width = 1024
     codes_embedding_kernel[len(flat) * triton.cdiv(shape[1], width),](
         flat, codes, scale, scale if weight.global_scale is None else weight.global_scale, out,
         shape[0], shape[1], codes.shape[1], scale.shape[1], **format_constants(weight.format),

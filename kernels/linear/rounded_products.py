@@ -151,9 +151,8 @@ def takes_prefill(weight: BlockScaledTensor, activation: Format, tokens: int, dt
     """Returns whether `prefill_linear` multiplies: the weight is prepacked, and its input format is FP8."""
     from quant.kernels.rounding import portable_casts
 
-    is_fp8 = activation.name in portable_casts.FORMATS_OUT and _scale_axis(activation) != ""
-    is_many = tokens > tiles.PREFILL and dtype is torch.bfloat16
-    return is_fp8 and is_many and is_prepacked(weight) and weight.shape[1] <= portable_casts.MAX_COLUMNS
+    is_many = tokens > tiles.PREFILL and dtype is torch.bfloat16 and is_prepacked(weight)
+    return is_many and _scale_axis(activation) != "" and portable_casts.takes(activation, weight.shape[1], dtype)
 
 
 def prefill_linear(

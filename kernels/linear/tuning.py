@@ -86,6 +86,8 @@ def search(
     timings, dropped = [], {}
     for choice in choices:
         try:
+            # Freed at once, so that y gets memory that holds no result of the candidate before.
+            torch.full((tokens, shape[0]), torch.nan, dtype=x.dtype, device=x.device)
             y = dispatch.multiply_with(x, weight, None, choice)
             error = float((y.double() - exact).abs().max()) / largest
             # One rounding of the weights in 16 bit and one of the result, both of half a unit in 2^-8.
@@ -167,16 +169,14 @@ def time_as_called(
         format = weight.format.name
         if gpu.has_wgmma and not prepack_refusal(weight):
             weight = as_computed(prepack(weight))
-        weights = list(copies(weight, gpu.l2))
-        dense = [
-            torch.randn(out, columns, device=weight.codes.device, dtype=torch.bfloat16)
-            for _ in range(1 + extra_copies(gpu.l2, 2 * out * columns))
-        ]
+        held, device = list(copies(weight, gpu.l2)), weight.codes.device
+        count_dense = 1 + extra_copies(gpu.l2, 2 * out * columns)
+        dense = [torch.randn(out, columns, device=device, dtype=torch.bfloat16) for _ in range(count_dense)]
         # x is the same for all copies: in a model its rows have just been written and are in L2.
         for count in tokens:
-            x = torch.randn(count, columns, device=weight.codes.device, dtype=torch.bfloat16)
+            x = torch.randn(count, columns, device=device, dtype=torch.bfloat16)
             choice = dispatch.choose_launch(weight, x)
-            microseconds_per_call = graph_microseconds([call_of(x, copy, choice) for copy in weights])
+            microseconds_per_call = graph_microseconds([call_of(x, copy, choice) for copy in held])
             baseline = graph_microseconds([lambda w=w, x=x: x @ w.T for w in dense])  # type: ignore[misc]
             rows.append(
                 {

@@ -124,3 +124,44 @@ def test_heads_that_share_the_cache() -> None:
     assert _heads_at_once(32, 4, _RESIDENT // 3) == 8  # three KV heads fit; 8 is the largest divisor up to 12
     assert _heads_at_once(30, 1, 2 * _RESIDENT) == 1
     assert _heads_at_once(6, 1, 1) == 6
+
+
+@pytest.mark.parametrize(("dim", "keys"), [(64, 100), (96, 257), (256, 100), (128, 256)])
+def test_values_of_a_head_end_in_zeros(dim: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tile of keys meets no values of the next head, which may be NaN."""
+    from types import SimpleNamespace
+
+    from quant.kernels.attention import sm90_dense_attention as module
+    from quant.kernels.attention.attention_operands import AttentionOptions
+
+    launches: list[Any] = []
+
+    class Kernel:
+        arg_names = module.sm90_dense_attention.arg_names
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *arguments, **options: launches.append(dict(zip(self.arg_names, arguments, strict=True)))
+
+    monkeypatch.setattr(module, "sm90_dense_attention", Kernel())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    q, k, v = (torch.randn(2, 3, keys, dim).bfloat16() for _ in range(3))
+    module.attend(q, k, v, torch.empty_like(q), None, AttentionOptions(max_seqlen_q=keys))
+    (launch,) = launches
+    block = module.TILES[triton.next_power_of_2(dim), 2].block_kv
+    rows = launch["v_map"].base.view(2, 3, -1, dim)
+    assert launch["tokens_v"] == rows.shape[2] == -(-keys // block) * block and launch["tokens_kv"] == keys
+    assert torch.equal(rows[:, :, :keys], v) and not rows[:, :, keys:].any() and launch["seq_kv"] == keys
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("keys", [100, 130, 257])
+def test_nan_stays_in_its_sample(dim: int, keys: int) -> None:
+    from quant.kernels.attention.forward import attention
+
+    clean = [torch.randn(3, 2, keys, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    dirty = [x.clone() for x in clean]
+    for x in dirty:
+        x[1] = torch.nan
+    y, z = attention(*clean), attention(*dirty)
+    assert torch.equal(z[[0, 2]], y[[0, 2]]) and z[1].isnan().all()
