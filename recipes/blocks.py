@@ -397,12 +397,13 @@ def equal_but_hidden(a: Call, b: Call) -> bool:
     empty = torch.empty(0)
     flat_a, tree_a = torch.utils._pytree.tree_flatten((a.with_hidden(empty).args, a.with_hidden(empty).kwargs))
     flat_b, tree_b = torch.utils._pytree.tree_flatten((b.with_hidden(empty).args, b.with_hidden(empty).kwargs))
-    return tree_a == tree_b and all(_equal(x, y) for x, y in zip(flat_a, flat_b, strict=True))
+    return tree_a == tree_b and all(are_equal(x, y) for x, y in zip(flat_a, flat_b, strict=True))
 
 
-def _equal(a: Any, b: Any) -> bool:
+def are_equal(a: Any, b: Any) -> bool:
+    """Returns whether two arguments of a call are equal, tensors by device, dtype and values."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+        return a is b or (a.device == b.device and a.dtype == b.dtype and torch.equal(a, b))
     if isinstance(a, UserDict) and isinstance(b, UserDict):
         return not a and not b  # filled ones hold tensors of their own batch
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and bool(a == b))

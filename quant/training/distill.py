@@ -63,6 +63,7 @@ from quant.training.qat import pack, prepare_qat
 _WORSE = 1.02  # times the KL before training; rounding by itself does not change it by as much
 # A model is not written whose loss is that many times as large as before training, and not negligible in nats.
 _RUINED, _NEGLIGIBLE = 10, 0.01
+_TRIES = 4  # rates of training, each a quarter of the one before, until the loss of held-out rows does not rise
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _distill_checkpoint(
             before = _measure(student, plan, texts, inputs.model, session)
             # Each measurement is of a packed model, once as it was opened and once as it will be written: training sees
             # rounded weights, and neither attention nor a KV cache in the plan's formats.
-            plan, rate, trained = _train(student, plan, inputs, options, progress)
+            plan, rate, trained = _train(student, plan, inputs, options, progress, listener)
             after = _measure(student, plan, texts, inputs.model, session)
         losses, size = trained.losses, -(-options.steps // 10)  # of a tenth of the steps, rounded up
         tenths = tuple(fmean(losses[i : i + size]) for i in range(0, len(losses), size))
@@ -265,9 +266,9 @@ def _distill_checkpoint(
         )  # fmt: skip
         source.model = student
         report = report_of(source, plan, record, after, checkpoint, session)
-        if before is None and trained.after > _WORSE * losses[0]:
+        if before is None and trained.after > _WORSE * trained.before:
             report.warnings.append(
-                f"training raised the loss of its first rows from {loss_text(losses[0])} to "
+                f"training raised the loss of its first rows from {loss_text(trained.before)} to "
                 f"{loss_text(trained.after)}; lower {option('lr')} (it was {rate:g})"
             )
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
@@ -389,45 +390,57 @@ def _measure(
 
 
 def _train(
-    student: nn.Module, plan: Plan, inputs: DistillInputs, options: DistillOptions, progress: StageProgress
-) -> tuple[Plan, float, train_loop.Trained]:
+    student: nn.Module, plan: Plan, inputs: DistillInputs, options: DistillOptions, progress: StageProgress,
+    listener: Listener,
+) -> tuple[Plan, float, train_loop.Trained]:  # fmt: skip
     """Trains the quantized weights of `student`, or its norms; it is quantized again afterwards.
 
-    Returns the plan of the trained model, the peak learning rate, and the losses and seconds of the steps. UserError:
-    training ruined the model.
+    Returns the plan of the trained model, the peak learning rate and the run. UserError: training ruined the model.
     """
-    # Noted before `prepare_qat` makes float32 of weights: the written checkpoint has the dtypes of the one it started
-    # from.
-    dtypes = train_loop.StoredDtypes(student)
+    dtypes = train_loop.StoredDtypes(student)  # before `prepare_qat` makes float32 of weights
     only_norms = options.train == "norms"
     # The original's weights that were rounded are a start for weights that are trained.
     plan = prepare_qat(student, plan, scales=options.scales, original=None if only_norms else inputs.model)
     if device_of(student).type == "cpu":
         student.float()  # processors multiply FP32 faster, and untrained parameters come back without loss
     (train_loop.train_only_norms if only_norms else train_loop.train_only_rounded)(student)
-    rate = options.lr
-    if rate is None:
-        # Rates that did well: for weights by benchmarks/training.py, for norms in docs/solvers.md.
-        rounds_inputs = any(layer.activation is not None for layer in plan.layers)
-        rate = 1e-3 if only_norms else train_loop.usual_rate(student, rounds_inputs)
-    progress("train", 0, options.steps)
-    trained = train_loop.train(
-        student.train(),
-        partial(distillation_loss, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden),
-        inputs.rows,
-        train_loop.Hyperparameters(options.steps, options.batch_size, rate, options.seed),
-        progress=lambda done, total, _: progress("train", done, total),
-    )
-    first = trained.losses[0]
-    if trained.after > max(_RUINED * first, _NEGLIGIBLE):
-        raise UserError(
-            f"training raised the loss of its first rows from {loss_text(first)} to {loss_text(trained.after)}, so "
-            f"nothing was written; lower {option('lr')} (it was {rate:g})"
-        )
+    rounds_inputs = any(layer.activation is not None for layer in plan.layers)
+    # Rates that did well: for weights by benchmarks/training.py, for norms in docs/solvers.md.
+    rate = options.lr or (1e-3 if only_norms else train_loop.usual_rate(student, rounds_inputs))
+    rows, held_out = _held_out(inputs.rows, options.batch_size) if options.lr is None else (inputs.rows, None)
+    learned = [parameter for parameter in student.parameters() if parameter.requires_grad]
+    start = [] if held_out is None else [parameter.detach().to("cpu", copy=True) for parameter in learned]
+    loss = partial(distillation_loss, student, inputs.teacher, temperature=options.temperature, hidden=options.hidden)
+    for tries_left in reversed(range(_TRIES if held_out is not None else 1)):
+        progress("train", 0, options.steps)
+        trained = train_loop.train(
+            student.train(), loss, rows,
+            train_loop.Hyperparameters(options.steps, options.batch_size, rate, options.seed),
+            progress=lambda done, total, _: progress("train", done, total), held_out=held_out,
+        )  # fmt: skip
+        ruined = max(_RUINED * trained.before, _NEGLIGIBLE)
+        if trained.after <= (ruined if held_out is None else _WORSE * trained.before):
+            break
+        judged = "its first rows" if held_out is None else "held-out rows"
+        rose = f"raised the loss of {judged} from {loss_text(trained.before)} to {loss_text(trained.after)}"
+        if not tries_left:
+            raise UserError(f"training {rose}, so nothing was written; lower {option('lr')} (it was {rate:g})")
+        listener.message(f"a rate of {rate:.2g} {rose}: training begins anew at {rate / 4:.2g}")
+        rate /= 4
+        for parameter, value in zip(learned, start, strict=True):
+            parameter.detach().copy_(value)
     student.eval()
     plan = pack(student)
     dtypes.restore(student)
     return plan, rate, trained
+
+
+def _held_out(rows: Tensor, batch: int) -> tuple[Tensor, Tensor | None]:
+    """Divides rows into those to train on and a batch to judge the rate by, if that is an eighth of them at most."""
+    if len(rows) < 8 * batch:
+        return rows, None
+    held = torch.arange(len(rows)) % (len(rows) // batch) == 0
+    return rows[~held], rows[held][:batch]
 
 
 def report_of(

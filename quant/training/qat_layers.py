@@ -45,7 +45,7 @@ from quant.kernels.training.fake_rounding import (
     round_input,
     round_weight,
 )
-from quant.recipes.blocks import take_over
+from quant.recipes.blocks import are_equal, take_over
 
 SCALES = ("recomputed", "frozen", "learned")
 PLAN = "_qat_plan"  # attribute of a prepared model
@@ -117,7 +117,7 @@ class Fusion:
         if self._is_alike is None:
             names = ("weight_format", "scales", "stored", "activation_format", "hadamard", "pre_scale", "input_scale")
             first, *others = ([getattr(member, name, None) for name in names] for member in self.members)
-            self._is_alike = all(all(map(_equal, first, other)) for other in others)
+            self._is_alike = all(all(map(are_equal, first, other)) for other in others)
         return self._is_alike
 
     def forget(self) -> None:
@@ -127,12 +127,6 @@ class Fusion:
     def __getstate__(self) -> dict[str, Any]:
         # A copy of a model has no part in a pass of it, whose tensors cannot be copied.
         return {"members": self.members, "_pass": None, "_is_alike": None}
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.device == other.device and torch.equal(one, other)
-    return not isinstance(one, Tensor) and not isinstance(other, Tensor) and bool(one == other)
 
 
 # A static input scale comes from calibration, and training changes the inputs of every layer. Inputs beyond the range

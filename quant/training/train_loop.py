@@ -32,6 +32,7 @@ _JUDGED = 6  # steps whose seconds are compared before the recording is kept for
 # The share of steps in which the rate rises, the largest norm of the gradients, and AdamW's decay rates. These forget
 # squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
+_RISEN = 1.25  # times the loss of held-out rows before training: no later step makes up for that
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -127,18 +128,20 @@ class Trained:
 
     losses: list[float]
     seconds: list[float]
-    after: float  # the loss of the first step's rows, after the last step
+    before: float  # the loss of the held-out rows, else of the first step's, before the first step and after the last
+    after: float
     replayed: bool = False
 
 
 def train(
     model: nn.Module, loss: Callable[[Tensor], Tensor], rows: Tensor, hyperparameters: Hyperparameters, *,
-    record: bool = True, progress: Callable[[int, int, float], None] | None = None,
+    record: bool = True, progress: Callable[[int, int, float], None] | None = None, held_out: Tensor | None = None,
 ) -> Trained:  # fmt: skip
     """Trains the parameters of `model` that need gradients; on a GPU it computes in BF16 by autocast.
 
     `loss` is of a batch, token ids int64 `[batch, seqlen]` on the model's device. The rows, `[rows, seqlen]`, come in a
-    new random order each time they are used up. `progress` is called with (steps done, steps in all, loss).
+    new random order each time they are used up. `progress` is called with (steps done, steps in all, loss). The loss of
+    `held_out`, a batch, is computed after each tenth of the steps; training ends where it has risen by a quarter.
     """
     steps, batch, rate = hyperparameters.steps, hyperparameters.batch, hyperparameters.rate
     if steps < 1 or not 1 <= batch <= len(rows):
@@ -154,6 +157,9 @@ def train(
     )
     passes = Passes(loss, learned, record=record)
     losses, seconds = [], []
+    judged = (next(_batches(rows, batch, hyperparameters.seed)) if held_out is None else held_out).to(device)
+    with torch.no_grad():
+        before = after = passes.of(judged).item()
     for step, ids in zip(range(1, steps + 1), _batches(rows, batch, hyperparameters.seed), strict=False):
         started = time.perf_counter()
         losses.append(_finite(passes(ids), step, rate))
@@ -165,11 +171,14 @@ def train(
         seconds.append(time.perf_counter() - started)
         if progress is not None:
             progress(step, steps, losses[-1])
+        if step == steps or (held_out is not None and step % -(-steps // 10) == 0):
+            with torch.no_grad():
+                after = _finite(passes.of(judged).item(), step, rate)
+            if after > _RISEN * before:
+                break
     replayed = passes.replays
     passes.close()
-    with torch.no_grad():
-        after = passes.of(next(_batches(rows, batch, hyperparameters.seed)).to(device)).item()
-    return Trained(losses, seconds, _finite(after, steps, rate), replayed)
+    return Trained(losses, seconds, before, after, replayed)
 
 
 def _finite(loss: float, step: int, rate: float) -> float:

@@ -197,6 +197,27 @@ def test_a_ruined_model_is_not_written(made: Path, tmp_path: Path, scales: str) 
         assert result.exit_code == 2 and "a number above 0 and at most 1" in result.output, result.output
 
 
+def test_a_rate_that_raises_the_loss_is_lowered(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of the rows is held out; training begins anew from the start, as if the lower rate were the first."""
+    rows = torch.randint(0, 64, (32, 24), generator=torch.Generator().manual_seed(9))
+    save_file({"rows": rows}, tmp_path / "rows.safetensors")
+    args = (distill_command, made / "ptq", "--teacher", made / "model", "--data", tmp_path / "rows.safetensors")
+    args, rate = (*args, *OPTIONS[:6], "--samples", 32, "--device", "cpu", "--out"), 2e-5
+    for name, tried in (("high", 64 * rate), ("low", rate)):
+        monkeypatch.setattr(training_run.train_loop, "usual_rate", lambda *_, tried=tried: tried)
+        result = run(*args, tmp_path / name)
+        assert result.exit_code == 0, result.output
+        assert ("training begins anew at 2e-05" in " ".join(result.output.split())) == (name == "high")
+        trained = quant.Report.load(tmp_path / name / "report.json").distillation
+        assert trained is not None and trained.rate == rate
+    high, low = (load_file(tmp_path / name / "model.safetensors") for name in ("high", "low"))
+    assert all(torch.equal(high[name], tensor) for name, tensor in low.items())
+    monkeypatch.setattr(training_run.train_loop, "usual_rate", lambda *_: 500.0)
+    result = run(*args, tmp_path / "none")
+    assert result.exit_code == 2 and not (tmp_path / "none").exists()
+    assert "so nothing was written; lower --lr (it was 7.8125)" in result.output
+
+
 def test_the_last_step_is_checked_too() -> None:
     model = nn.Linear(2, 1, bias=False)
     with pytest.raises(quant.UserError, match="step 1: the loss is inf; lower lr"):
