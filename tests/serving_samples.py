@@ -21,6 +21,18 @@ def gemma3(**options: Any) -> Any:
     return tiny_models.build("Gemma3", "ForCausalLM", sizes, config_family="Gemma3Text", **options)
 
 
+def gpt_oss(**options: Any) -> Any:
+    """With biases and sinks that matter, and gates beyond the limit, which initial weights do not have."""
+    model = tiny_models.gpt_oss(**options)
+    generator = torch.Generator().manual_seed(5)
+    for name, x in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            x.data = torch.randn(x.shape, generator=generator).to(x.dtype)
+        elif name.endswith("gate_up_proj"):
+            x.data *= 16
+    return model
+
+
 DECODERS: dict[str, Callable[..., Any]] = {
     "llama-64": lambda **options: tiny_models.llama(head_dim=64, **options),
     "llama-128": lambda **options: tiny_models.llama(head_dim=128, **options),

@@ -423,7 +423,7 @@ def engines_table(found: Mapping[str, Any]) -> list[str]:
         "`--target tensorrt` there": (partial(_verdict, found, "onnxruntime-tensorrt"),),
         "onnxruntime, CUDA": (partial(_verdict, found, "onnxruntime-gpu"),),
         "genai, CPU": (partial(_verdict, found, "onnxruntime-genai"),),
-        "genai, CUDA": (partial(_like, found, "onnxruntime-genai"),),
+        "genai, CUDA": (partial(_verdict, found, "onnxruntime-genai-gpu"),),
         "TensorRT-RTX, Ada / Blackwell": tuple(
             partial(_verdict, found, f"tensorrt-rtx-{name}") for name in ("sm89", "sm120")
         ),

@@ -13,6 +13,7 @@ import tiny_models
 import torch
 from onnx_samples import relative_error, round_head
 from samples import write_short_base
+from serving_samples import gpt_oss
 from slow_cases import quick_cases
 
 import quant
@@ -26,19 +27,6 @@ pytest.importorskip("onnxscript", reason="needs the extra onnx")
 
 from quant.export.engines.check_engine import forced_run, reference_run  # noqa: E402
 from quant.export.onnx import engine_session, expert_nodes  # noqa: E402
-
-
-def gpt_oss(**options: Any) -> Any:
-    """With biases and sinks that matter, and gates beyond the limit, which initial weights do not have."""
-    model = tiny_models.gpt_oss(**options)
-    generator = torch.Generator().manual_seed(5)
-    for name, x in model.named_parameters():
-        if name.endswith(("bias", "sinks")):
-            x.data = torch.randn(x.shape, generator=generator).to(x.dtype)
-        elif name.endswith("gate_up_proj"):
-            x.data *= 16
-    return model
-
 
 MODELS: dict[str, Callable[..., Any]] = {
     "mixtral": tiny_models.mixtral,

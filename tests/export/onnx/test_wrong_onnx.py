@@ -48,6 +48,8 @@ def model_of(kind: str, dtype: torch.dtype) -> Any:
         return tiny_models.qwen3_moe(gain=4.0, dtype=dtype, max_position_embeddings=256)
     if kind == "biases":
         return drawn(serving_samples.decoder("llama-64", attention_bias=True, dtype=dtype))
+    if kind == "gpt_oss":
+        return serving_samples.gpt_oss(gain=4.0, dtype=dtype, max_position_embeddings=256)
     return serving_samples.decoder(kind, dtype=dtype)
 
 
@@ -264,6 +266,86 @@ def leave_out_a_relu(graph: Graph) -> None:
     graph.redirect(relu.output[0], relu.input[0])
 
 
+def leave_out(graph: Graph, node: Any, index: int) -> None:
+    """Has the readers of a node read one of its inputs."""
+    graph.redirect(node.output[0], node.input[index])
+
+
+def exchange_keys_and_values(graph: Graph) -> None:
+    """Two projections of one shape."""
+    for part in ("codes", "scale"):
+        graph.exchange(f"{BLOCKS}.1.self_attn.k_proj.{part}", f"{BLOCKS}.1.self_attn.v_proj.{part}")
+
+
+def exchange_gate_and_up(graph: Graph) -> None:
+    for part in ("codes", "scale"):
+        graph.exchange(f"{BLOCKS}.0.mlp.gate_proj.{part}", f"{BLOCKS}.0.mlp.up_proj.{part}")
+
+
+def share_keys_with_other_heads(graph: Graph) -> None:
+    """KV heads in another order serve other heads of queries."""
+    node = graph.of("GroupQueryAttention")[0]
+    for index in (1, 2):
+        halves = [f"{node.input[index]}.{part}" for part in (0, 1)]
+        split = onnx.helper.make_node("Split", [node.input[index]], halves, axis=2, num_outputs=2)
+        turned = onnx.helper.make_node("Concat", halves[::-1], [f"{node.input[index]}.turned"], axis=2)
+        place = list(graph.nodes).index(node)
+        graph.nodes.insert(place, split)
+        graph.nodes.insert(place + 1, turned)
+        node.input[index] = turned.output[0]
+
+
+def count_positions_from_one(graph: Graph) -> None:
+    node = next(node for node in graph.of("Unsqueeze") if node.input[0] == "lengths")
+    graph.model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([1]), "one"))
+    graph.nodes.insert(0, onnx.helper.make_node("Add", ["lengths", "one"], ["later"]))
+    node.input[0] = "later"
+
+
+def leave_out_a_residual(graph: Graph) -> None:
+    """The sum of what a block adds to itself in its place."""
+    node = graph.of("SkipSimplifiedLayerNormalization")[1]
+    node.input[0] = node.input[1]
+
+
+def leave_out_a_bias(graph: Graph) -> None:
+    add = graph.maker(f"{BLOCKS}.1.self_attn.k_proj.output")
+    assert add.op_type == "Add" and add.input[1].endswith("bias")
+    leave_out(graph, add, 0)
+
+
+def leave_out_the_scale_of_the_embedding(graph: Graph) -> None:
+    leave_out(graph, graph.reader("model.embed_tokens.embed_scale"), 0)
+
+
+def leave_out_a_norm_of_queries(graph: Graph) -> None:
+    leave_out(graph, graph.reader(f"{BLOCKS}.0.self_attn.q_norm.weight"), 0)
+
+
+def take_the_likeliest_expert_alone(graph: Graph) -> None:
+    graph.attribute(graph.of("QMoE")[1], "k", 1)
+
+
+def leave_out_sinks(graph: Graph) -> None:
+    graph.of("GroupQueryAttention")[1].input[11] = ""
+
+
+def exchange_sinks_of_two_blocks(graph: Graph) -> None:
+    graph.exchange(f"{BLOCKS}.0.self_attn.sinks", f"{BLOCKS}.1.self_attn.sinks")
+
+
+def leave_out_a_bias_of_experts(graph: Graph) -> None:
+    graph.of("QMoE")[1].input[7] = ""
+
+
+def take_the_gate_of_silu(graph: Graph) -> None:
+    graph.attribute(graph.of("QMoE")[0], "activation_alpha", 1.0)
+
+
+def raise_the_limit_of_a_gate(graph: Graph) -> None:
+    graph.attribute(graph.of("QMoE")[0], "swiglu_limit", 7.5)
+
+
 def change_the_epsilon_of_layer_norm(graph: Graph) -> None:
     graph.attribute(graph.of("LayerNormalization")[2], "epsilon", 1e-5)
 
@@ -302,6 +384,21 @@ WRONG: list[tuple[str, str, str, Callable[[Graph], None]]] = [
     ("bert", "fp8_channel", "fp16", change_the_epsilon_of_layer_norm),
     ("bert", "fp8_channel", "fp16", shift_positions),
     ("resnet", "int8", "fp32", leave_out_a_relu),
+    ("llama-64", "int4a16_g32", "fp32", exchange_keys_and_values),
+    ("llama-64", "int4a16_g32", "fp32", exchange_gate_and_up),
+    ("llama-64", "int4a16_g32", "fp32", share_keys_with_other_heads),
+    ("llama-64", "int4a16_g32", "fp32", count_positions_from_one),
+    ("llama-64", "int4a16_g32", "fp32", leave_out_a_residual),
+    ("biases", "int8_static", "fp16", leave_out_a_bias),
+    ("gemma3", "int8", "bf16", leave_out_the_scale_of_the_embedding),
+    ("experts", "int4a16_g32", "fp32", leave_out_a_norm_of_queries),
+    ("experts", "int4a16_g32", "fp32", take_the_likeliest_expert_alone),
+    ("bert", "fp8_channel", "fp16", take_the_tanh_of_gelu),
+    ("gpt_oss", "int4a16_g32", "fp32", leave_out_sinks),
+    ("gpt_oss", "int4a16_g32", "fp32", exchange_sinks_of_two_blocks),
+    ("gpt_oss", "int4a16_g32", "fp32", leave_out_a_bias_of_experts),
+    ("gpt_oss", "int4a16_g32", "fp32", take_the_gate_of_silu),
+    ("gpt_oss", "int4a16_g32", "fp32", raise_the_limit_of_a_gate),
 ]
 
 
@@ -361,6 +458,8 @@ RIGHT: list[tuple[str, str, str, dict[str, Any]]] = [
     ("qwen3", "nvfp4", "bf16", {}),
     ("mistral", "int8@16bit", "fp32", {"target": "tensorrt"}),
     ("experts", "int4a16_g32", "fp32", {}),
+    ("gpt_oss", "fp8@16bit", "bf16", {"dtype": "fp16"}),
+    ("gpt_oss", "int8@16bit", "fp32", {}),
     ("llama-64", "fp8_channel", "fp32", {"capacity": 0}),
     ("llama-64", "fp8", "fp32", {"capacity": None, "inputs": {"input_ids": "int64:batch,sequence"}}),
     ("bert", "fp8", "bf16", {"dtype": "fp16"}),
