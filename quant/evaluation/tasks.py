@@ -176,7 +176,7 @@ def _class(model: nn.Module, tokenizer: Any, question: Question) -> Prediction:
 def _ids(tokenizer: Any, text: str) -> list[int]:
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     # Some tokenizers close every text, and what follows a prompt would stand behind its end.
-    return ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids
+    return ids[:-1] if len(ids) > 1 and ids[-1] == getattr(tokenizer, "eos_token_id", None) else ids
 
 
 @dataclass(frozen=True)

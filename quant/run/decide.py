@@ -141,7 +141,11 @@ def plan_for(request: Request, source: Source) -> Plan:
         if not request.is_in_memory:  # else solving checks that it fits
             refuse(plan, problems, source.layers)
             plan = replace(plan, provenance={**plan.provenance, **_origin(source)})
-    return set_guard_and_observer(plan, request.guard, request.observer)
+    plan = set_guard_and_observer(plan, request.guard, request.observer)
+    chooses = request.observer not in (None, solver_names.DEFAULT_OBSERVER) and source.model is not None
+    if chooses and plan.guard is None and not any(layer.has_static_scale for layer in plan.quantized):
+        raise UserError(f"{option('observer', request.observer)}: no input has a static scale to choose; leave it out")
+    return plan
 
 
 def _recipe_plan(request: Request, source: Source, recipe: Recipe) -> Plan:

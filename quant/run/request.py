@@ -301,10 +301,10 @@ class Request:
         """Refuses options that cannot be read or contradict each other; the model is not opened for that."""
         if self.is_in_memory:
             data = self.data if isinstance(self.data, Tensor) else None
-            if data is not None and not (data.numel() and (data.is_floating_point() or data.dim() == 2)):
-                raise UserError(
-                    f"data is {list(data.shape)}; expected token ids [rows, seqlen], or inputs of the model [rows, …]"
-                )
+            are_ids = data is not None and data.dim() == 2 and data.dtype in (torch.int32, torch.int64)
+            if data is not None and not (data.numel() and (data.is_floating_point() or are_ids)):
+                named = f"{list(data.shape)} in {data.dtype}"
+                raise UserError(f"data is {named}; expected int64 ids [rows, seqlen], or inputs of the model [rows, …]")
         if self.kv_bits is not None and (self.goal is None or self.kv_cache is not None):
             raise UserError(
                 f"{spelled('kv_bits')} goes with a budget or a limit, such as {spelled('bits')}, and without "

@@ -88,6 +88,13 @@ def test_dropout_of_a_model_in_training_draws_nothing_from_the_callers_generator
     assert torch.equal(torch.rand(3), expected) and model.training and model.model.decoder.layers[1].training
 
 
+def test_an_observer_without_a_static_scale_is_refused() -> None:
+    with pytest.raises(ValueError, match='^observer="mse": no input has a static scale to choose; leave it out$'):
+        quantize(Noisy(), "fp8_channel", ROWS, observer="mse")
+    quantize(Noisy(), "fp8_channel", ROWS, observer="absmax", effort=0)  # the default does no harm
+    assert quantize(Noisy(), "fp8", ROWS, observer="mse", effort=0).plan.observer == "mse"
+
+
 def test_training_under_the_rounding_keeps_modes() -> None:
     model = Noisy().train()
     model.b.eval()

@@ -306,8 +306,9 @@ def llama() -> nn.Module:
     ("data", "message"),
     [
         (["some text"], r"a str without tensors; for texts, quant.calibration_rows\(data"),
-        (torch.zeros(8, dtype=torch.int64), r"data is \[8\]; expected token ids \[rows, seqlen\]"),
+        (torch.zeros(8, dtype=torch.int64), r"data is \[8\] in torch.int64; expected int64 ids \[rows, seqlen\]"),
         (torch.zeros(0, 8, dtype=torch.int64), r"data is \[0, 8\]"),
+        (torch.zeros(2, 8, dtype=torch.int16), r"data is \[2, 8\] in torch.int16; expected int64 ids"),
     ],
 )
 def test_data_that_is_no_rows(data: object, message: str) -> None:

@@ -146,7 +146,7 @@ def test_a_recipe_may_be_named_by_its_file(tmp_path: Path) -> None:
 
 
 def test_data_that_are_no_rows_are_refused() -> None:
-    with pytest.raises(UserError, match=r"data is \[4\]; expected token ids \[rows, seqlen\]"):
+    with pytest.raises(UserError, match=r"data is \[4\] in torch.int64; expected int64 ids \[rows, seqlen\]"):
         Request(nn.Linear(2, 2), "fp8", data=torch.zeros(4, dtype=torch.int64)).check()
 
 
