@@ -81,18 +81,10 @@ class WorstPredictions:
         for index, position in enumerate(positions.tolist()):
             row, column = divmod(position, per_row)
             ids, target = batch[row].tolist(), int(batch[row, column + 1])
-            self._kept.append(
-                Prediction(
-                    self.text,
-                    self.decode(ids[max(0, column + 1 - _CONTEXT) : column + 1]),
-                    self.decode([target]),
-                    float(values[index]),
-                    float(before[index, target]),
-                    float(after[index, target]),
-                    self.decode([int(before[index].argmax())]),
-                    self.decode([int(after[index].argmax())]),
-                )
-            )
+            context, token = self.decode(ids[max(0, column + 1 - _CONTEXT) : column + 1]), self.decode([target])
+            figures = float(values[index]), float(before[index, target]), float(after[index, target])
+            likeliest = self.decode([int(before[index].argmax())]), self.decode([int(after[index].argmax())])
+            self._kept.append(Prediction(self.text, context, token, *figures, *likeliest))
         self._kept = self._largest(self._kept)
 
     def of_all_ranks(self) -> tuple[Prediction, ...]:

@@ -89,7 +89,7 @@ def test_dropout_of_a_model_in_training_draws_nothing_from_the_callers_generator
 
 
 def test_an_observer_without_a_static_scale_is_refused() -> None:
-    with pytest.raises(ValueError, match='^observer="mse": no input has a static scale to choose; leave it out$'):
+    with pytest.raises(ValueError, match=r'^observer="mse": no input has a static scale to choose; leave it out$'):
         quantize(Noisy(), "fp8_channel", ROWS, observer="mse")
     quantize(Noisy(), "fp8_channel", ROWS, observer="absmax", effort=0)  # the default does no harm
     assert quantize(Noisy(), "fp8", ROWS, observer="mse", effort=0).plan.observer == "mse"
