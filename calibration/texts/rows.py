@@ -40,7 +40,6 @@ approximate: of the order of the shards, and within a window of `SHUFFLE_WINDOW`
 import bz2
 import gzip
 import json
-import logging
 import lzma
 import random
 import re
@@ -55,7 +54,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from quant.base.errors import check_installed, read_utf8
+from quant.base.errors import check_installed, read_utf8, unlogged
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
@@ -204,11 +203,9 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
 @contextmanager
 def _explained(corpus: Corpus) -> Iterator[None]:
     """Turns errors inside `datasets` into one line, and keeps the package from logging them again."""
-    logger = logging.getLogger("datasets")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # datasets logs errors itself before it raises
     try:
-        yield
+        with unlogged("datasets"):  # it logs errors itself before it raises
+            yield
     except ConnectionError as error:
         raise ValueError(
             f"{corpus.path}: the data set cannot be reached ({_one_line(error)}). Without a network, pass a local file "
@@ -219,8 +216,6 @@ def _explained(corpus: Corpus) -> Iterator[None]:
         if "column names don't match" in reason:  # of two files; `datasets` prints the schemas of both
             reason = "its files have different columns; name one of them, or a folder of files with the same"
         raise ValueError(f"{corpus.path}: cannot be read as a data set: {reason}") from error
-    finally:
-        logger.setLevel(level)
 
 
 def _open(datasets: Any, corpus: Corpus) -> Any:

@@ -16,6 +16,7 @@ from quant.export.checkpoint.save import attach
 from quant.models.files import SourceKind, find_checkpoint, find_model, is_export
 from quant.models.huggingface import ADAPTER_CONFIG, refuse_directory, remote_code
 from quant.models.open_model import Source, open_model
+from quant.models.pipelines import is_pipeline
 from quant.models.quantized_tensors import AFTER_TRAINING, QuantMethod, is_in_training
 from quant.models.state_dict import call_factory
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -102,10 +103,12 @@ def check_checkpoint(directory: Path) -> None:
         if (directory / ADAPTER_CONFIG).is_file():
             quantized = "`quantize merged --format nvfp4 --out DIR`"
             raise UserError(f"{refuse_directory(directory)}, quantized, which {quantized} writes to DIR")
-        model = directory if file.is_file() or directory.suffix == ".gguf" else "MODEL"
+        model = quoted(directory if file.is_file() or directory.suffix == ".gguf" else "MODEL")
+        if is_pipeline(directory.parent):
+            model = f"{quoted(directory.parent)} --components {quoted(directory.name)}"
         raise UserError(
             f"{directory}: no quantized checkpoint (no {PLAN_FILE}, no quantization_config); make one with `quantize "
-            f"{quoted(model)} --format nvfp4 --out DIR`"
+            f"{model} --format nvfp4 --out DIR`"
         )
     if is_in_training(config):
         raise UserError(f"{directory}: {AFTER_TRAINING}")

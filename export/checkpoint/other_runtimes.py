@@ -17,7 +17,6 @@ import importlib.metadata
 import importlib.util
 import io
 import json
-import logging
 import math
 import re
 import warnings
@@ -30,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, counted, listed, option, require
+from quant.base.errors import UserError, counted, listed, option, require, unlogged
 from quant.base.json_files import text_as_in_source
 from quant.export.checkpoint.files import modelopt
 from quant.export.checkpoint.files.layout import COMPRESSED_TENSORS, MODELOPT
@@ -574,11 +573,6 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: A
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Keeps the progress bars, warnings and log lines of a trial from the user's terminal."""
-    logger = logging.getLogger("compressed_tensors")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logger.setLevel(level)
+    quiet = warnings.catch_warnings(action="ignore")
+    with unlogged("compressed_tensors"), contextlib.redirect_stderr(io.StringIO()), quiet:
+        yield

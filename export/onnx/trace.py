@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from quant.base.errors import option
+from quant.base.errors import option, unlogged
 from quant.calibration.attention_scales import AttentionScales
 from quant.export.onnx import limits
 from quant.export.onnx.decoder_graph import Attention, Graph, GraphInput, attending, check_attends, operand_scales
@@ -35,6 +35,7 @@ from quant.kernels.linear.quantized_module import restore_layout
 
 Bodies = Mapping[str, Callable[..., Tensor]]
 """PyTorch functions by the names of the ops that they stand for."""
+_FAKE_TENSORS = "torch._subclasses.fake_tensor"
 _LONGEST = 400  # characters of a text of torch's
 _UNLIMITED = 512  # sizes up to here are tried where a dimension has no limit
 
@@ -227,7 +228,8 @@ def trace(
     model, prefix = (module, "") if split is None else (module.get_submodule(MODEL_PREFIX.rstrip(".")), MODEL_PREFIX)
     positional, keywords = ((), arguments) if isinstance(arguments, dict) else (arguments, {})
     highest = {dim: high for dim, (_, high) in ranges.items()}
-    with stateless_rope(model), torch.no_grad():
+    # It logs the traceback of what becomes one line here.
+    with unlogged(_FAKE_TENSORS), stateless_rope(model), torch.no_grad():
         try:
             with explained(model, examples, highest):
                 exported = torch.export.export(module, positional, keywords, dynamic_shapes=dynamic, strict=False)
@@ -341,7 +343,7 @@ def trace_for_torch(
     }
     highest = {name: high for name, (_, high) in ranges.items()}
     scales = attention_scales or {}
-    with torch.no_grad(), explained(model, examples, highest), stateless_rope(model):
+    with unlogged(_FAKE_TENSORS), torch.no_grad(), explained(model, examples, highest), stateless_rope(model):
         if hasattr(model, "main_input_name"):
             check_attends(model, inputs)
             modules = {module: name for name, module in model.named_modules()}

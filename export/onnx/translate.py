@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from quant.base.errors import option
+from quant.base.errors import option, unlogged
 from quant.base.json_files import json_text
 from quant.export.onnx import limits
 from quant.export.onnx.attention_nodes import attention_translations
@@ -431,12 +431,6 @@ def _clean(model: Any) -> None:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Silences the exporter's notes on missing packages and its own deprecations."""
-    logger = logging.getLogger("torch.onnx")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logger.setLevel(level)
+    with unlogged("torch.onnx", below=logging.ERROR), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

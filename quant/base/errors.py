@@ -8,6 +8,7 @@ import difflib
 import gc
 import html
 import importlib
+import logging
 import platform
 import re
 import shlex
@@ -279,3 +280,15 @@ def _installed() -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return by_package
+
+
+@contextmanager
+def unlogged(library: str, *, below: int = logging.CRITICAL) -> Iterator[None]:
+    """Keeps what another library logs of less than a level from the terminal."""
+    logger = logging.getLogger(library)
+    level = logger.level
+    logger.setLevel(below)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -86,6 +86,11 @@ def models_to_quantize(path: Path, asked: str | None) -> list[str]:
             )
     for file in sorted(file for directory in (path, *(path / name for name in names)) for file in _loras(directory)):
         load = f"pipe.load_lora_weights({str(file.parent)!r}, weight_name={file.name!r})"
+        if any(".base_layer." in name for name in safetensors_file(file).keys()):  # noqa: SIM118
+            raise UserError(
+                f"{file}: weights that were saved with a LoRA that was not merged; before pipe.save_pretrained, call "
+                "pipe.fuse_lora() and pipe.unload_lora_weights()"
+            )
         raise UserError(
             f"{file}: a LoRA that is not merged; merge it before, or move it away: pipe = diffusers.DiffusionPipeline."
             f"from_pretrained({str(path)!r}, dtype=torch.bfloat16); {load}; pipe.fuse_lora(); "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging.handlers
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,20 @@ def test_an_engine_takes_the_sizes_of_its_profile(family: str, tmp_path: Path) -
     audit = json.loads(result.stdout)["audit"]
     assert all(row["passed"] for row in audit)
     assert len(solved.plan.quantized) == {"SDXL": 69, "Flux.1": 34}.get(family, 37) <= len(audit)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_input_of_a_wrong_size_is_one_line_that_names_the_layer(tmp_path: Path) -> None:
+    printed = logging.handlers.BufferingHandler(100)
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger.addHandler(printed)
+    dims = {"sample": (1, 4, 8, 8), "timestep": (1,), "encoder_hidden_states": (1, 6, 48)}  # 32 are right
+    dims |= {"added_cond_kwargs.text_embeds": (1, 32), "added_cond_kwargs.time_ids": (1, 6)}
+    inputs = {name: GraphInput(torch.zeros(each), each) for name, each in dims.items()}
+    with pytest.raises(ValueError, match=r"attn2\.to_k does not export: .*\[6, 48\]"):
+        write_onnx(tiny_denoiser("SDXL", torch.float32), tmp_path / "unet.onnx", inputs=inputs)
+    assert not printed.buffer and not logger.disabled
+    logger.removeHandler(printed)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -97,6 +97,11 @@ def test_the_command_writes_the_pipeline_again(pipeline: Callable[[str], Path], 
     with pytest.raises(quant.UserError, match="one of its components: ") as refused:
         quant.load(out)
     assert quant.verify(str(refused.value).rpartition(": ")[2]).findings == ()
+    with pytest.raises(quant.UserError, match="make one with ") as refused:
+        quant.load(source / "transformer")
+    advice = f"`quantize {source} --components transformer --format nvfp4 --out DIR`"
+    assert advice in str(refused.value)
+    assert _quantize(*advice.strip("`").split()[1:-2], "--dry-run").exit_code == 0
     result = CliRunner().invoke(main, ["report", str(out)])
     assert result.output == f"error: {out}: no report.json; pass one of its parts: {out}/transformer\n"
     assert CliRunner().invoke(main, ["report", f"{out}/transformer"]).exit_code == 0
@@ -469,6 +474,39 @@ def test_a_lora_is_known_by_its_tensors(name: str, tmp_path: Path) -> None:
     save_file({name: torch.zeros(4, 64)}, tmp_path / "style.safetensors")
     save_file({"down_blocks.0.weight": torch.zeros(4, 64)}, tmp_path / "model.safetensors")
     assert pipelines._loras(tmp_path) == [tmp_path / "style.safetensors"]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_lora_is_merged_by_the_advice_of_the_refusal(
+    saved: bool, pipeline: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("peft")
+    import diffusers
+
+    name, factors = "transformer_blocks.0.attn.to_q", (torch.randn(4, 64), torch.randn(64, 4))
+    lora = {f"transformer.{name}.lora_{part}.weight": each for part, each in zip("AB", factors, strict=True)}
+    shutil.copytree(pipeline("SD3"), tmp_path / "base")
+    save_file(lora, tmp_path / "base/style.safetensors")
+    pipe = diffusers.DiffusionPipeline.from_pretrained(tmp_path / "base", dtype=torch.bfloat16)
+    weight = pipe.transformer.get_submodule(name).weight.float()
+    if saved:  # with the adapters in the file of the weights
+        pipe.load_lora_weights(tmp_path / "base", weight_name="style.safetensors")
+        pipe.save_pretrained(tmp_path / "saved")
+    with pytest.raises(quant.UserError, match="a LoRA that ") as refused:
+        pipelines.models_to_quantize(tmp_path / ("saved" if saved else "base"), None)
+    monkeypatch.chdir(tmp_path)
+    if saved:
+        assert "call pipe.fuse_lora() and pipe.unload_lora_weights()" in str(refused.value)
+        pipe.fuse_lora()
+        pipe.unload_lora_weights()
+        pipe.save_pretrained("merged")
+    else:
+        exec(str(refused.value).partition("move it away: ")[2], {"diffusers": diffusers, "torch": torch})
+    merged = diffusers.DiffusionPipeline.from_pretrained("merged", dtype=torch.bfloat16).transformer
+    torch.testing.assert_close(
+        merged.get_submodule(name).weight.float(), weight + factors[1] @ factors[0], rtol=2**-6, atol=2**-6
+    )
+    assert pipelines.models_to_quantize(Path("merged"), None) == ["transformer"]
 
 
 def _quantized_in_place(directory: Path) -> None:
