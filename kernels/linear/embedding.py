@@ -62,17 +62,15 @@ def embedding_refusal(module: nn.Module) -> str:
 
 def _rows(ids: Tensor, weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     """Returns the oracle: the rows as a tensor of their own, each with its scales."""
-    format = weight.format
-    flat = ids.flatten().long()
-    columns = weight.shape[1]
-    block = format.block_shape(weight.shape)
+    format, (rows, columns) = weight.format, weight.shape
+    flat = torch.where(ids < 0, rows, ids).flatten().long()  # indexing would count negative ones from the end
+    height = format.block_shape(weight.shape)[0]
     # `scale[row // height]`: the scales of whole rows are gathered, so the blocks that remain are one row high.
     # A row of its own has the scales of the block that it is in.
     each = replace(format, block=(1, format.block[1]))
-    part = BlockScaledTensor(
-        weight.codes[flat], weight.scale[flat // block[0]], each, (len(flat), columns), weight.global_scale
-    )
-    return part.dequantize(dtype).view(*ids.shape, columns) if len(flat) else part.codes.new_empty(0, dtype=dtype)
+    shape, second = (len(flat), columns), weight.global_scale
+    part = BlockScaledTensor(weight.codes[flat], weight.scale[flat // height], each, shape, second)
+    return part.dequantize(dtype).view(*ids.shape, columns)
 
 
 def _embedding(

@@ -35,6 +35,8 @@ def reference_linear(
     x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, input_scale: Tensor | None, activation: Format | None
 ) -> Tensor:
     """Returns `x @ weight.T + bias` on any device, `[..., in]` to `[..., out]`; the weight is in either layout."""
+    if not x.is_floating_point():
+        raise ValueError(f"linear by a weight of {list(weight.shape)}: x is {x.dtype}, expected a floating-point dtype")
     weight = as_stored(weight)
     if activation is not None:
         x = round_activation(x, activation, input_scale)

@@ -80,8 +80,9 @@ def test_mistakes_name_the_argument() -> None:
         quantized_embedding(torch.zeros(2), table("fp8"), torch.float32)
     with pytest.raises(ValueError, match="ids are on meta, codes on cpu"):
         quantized_embedding(IDS.to("meta"), table("fp8"), torch.float32)
-    with pytest.raises(IndexError):
-        quantized_embedding(torch.tensor([300]), table("fp8"), torch.float32)
+    for beyond in (300, -1):  # as nn.Embedding does
+        with pytest.raises(IndexError):
+            quantized_embedding(torch.tensor([7, beyond]), table("fp8"), torch.float32)
 
 
 def test_only_a_plain_look_up_is_replaced() -> None:

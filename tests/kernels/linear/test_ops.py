@@ -392,3 +392,10 @@ def test_threads_that_meet_new_weights_at_once() -> None:
         sys.setswitchinterval(interval)
     for weight, y in zip(weights, results, strict=True):
         torch.testing.assert_close(y, x @ weight.dequantize().T)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])
+def test_inputs_that_are_no_floats_are_refused(dtype: torch.dtype) -> None:
+    """Integers would round the weight to integers."""
+    with pytest.raises(ValueError, match=r"linear by a weight of \[\d+, \d+\]: x is .*, expected a floating"):
+        quantized_linear(torch.ones(3, IN, dtype=dtype), weight_in(FORMATS["nvfp4"]))
