@@ -94,6 +94,9 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     names = pipelines.models_to_quantize(path, request.components)
     device = find_device(request.device)
     compile_solver(request, device)  # while diffusers is imported
+    for name in names if request.goal else ():
+        if pipelines.denoiser_class(path / name) is None:
+            raise UserError(f"{name} predicts no noise by which formats are chosen; leave it out of --components")
     plans = {} if request.goal else {name: _plan(request, path / name) for name in names}
     if request.dry_run:
         return PipelineOutcome(plans)

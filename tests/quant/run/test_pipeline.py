@@ -298,6 +298,16 @@ def test_a_pipeline_on_a_gpu(
         assert np.abs(tiny_image(pipe) - image).mean() < 0.03
 
 
+def test_a_budget_refuses_a_text_encoder_before_weights_are_read(
+    pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pipelines, "open_pipeline", lambda path: pytest.fail("read"))
+    components = ("--components", "transformer,text_encoder", "--calib", prompts)
+    result = _quantize(pipeline("SD3"), "--bits", "6", *components, *_STEPS, "--out", tmp_path / "out")
+    way_out = "leave it out of --components"
+    assert result.output == f"error: text_encoder predicts no noise by which formats are chosen; {way_out}\n"
+
+
 def test_a_dry_run_prints_the_plan_and_writes_nothing(pipeline: Callable[[str], Path], tmp_path: Path) -> None:
     result = _quantize(pipeline("SD3"), "--format", "nvfp4", "--dry-run", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
