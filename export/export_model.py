@@ -562,14 +562,10 @@ def export_layout(job: ExportJob) -> dict[str, Any]:
 
 
 EXPORTERS: dict[str, Callable[[ExportJob], dict[str, Any]]] = {
-    "onnx": export_onnx_files,
-    "tensorrt": export_tensorrt,
-    "aoti": export_aoti_package,
-    "torch-tensorrt": export_torch_tensorrt,
-    "gguf": export_gguf,
-    "modelopt": export_layout,
+    "onnx": export_onnx_files, "tensorrt": export_tensorrt, "aoti": export_aoti_package,
+    "torch-tensorrt": export_torch_tensorrt, "gguf": export_gguf, "modelopt": export_layout,
     "compressed-tensors": export_layout,
-}
+}  # fmt: skip
 
 
 def _warn(notes: Sequence[str]) -> None:

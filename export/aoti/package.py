@@ -416,12 +416,9 @@ def export_aoti_decoder(
     device = find_device(path, next(model.parameters()).device)
     program, caches = decoder_program(model, capacity, shapes=shapes)
     description = {
-        "capacity": capacity,
-        "caches": [[heads, dim] for heads, dim, _ in caches],
-        "dtype": str(caches[0][2]).removeprefix("torch."),
-        "plan": plan,
-        "torch": torch.__version__.partition("+")[0],
-    }
+        "capacity": capacity, "caches": [[heads, dim] for heads, dim, _ in caches],
+        "dtype": str(caches[0][2]).removeprefix("torch."), "plan": plan, "torch": torch.__version__.partition("+")[0],
+    }  # fmt: skip
     return compile_package(program, DECODER_BODIES, path, device, options or {}, {METADATA: json_text(description)})
 
 

@@ -286,16 +286,9 @@ def _nvfp4(weight: BlockScaledTensor) -> Tensor:
 
 
 _PACKERS: dict[str, Callable[[BlockScaledTensor], Tensor]] = {
-    "Q4_0": _q4_0,
-    "Q5_0": _q5,
-    "Q5_1": _q5,
-    "Q8_0": _q8_0,
-    "Q4_K": _q4_k,
-    "Q5_K": _q5_k,
-    "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
-    "NVFP4": _nvfp4,
-}
+    "Q4_0": _q4_0, "Q5_0": _q5, "Q5_1": _q5, "Q8_0": _q8_0, "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "MXFP4": _mxfp4, "NVFP4": _nvfp4,
+}  # fmt: skip
 
 _TYPES = {torch.float64: "F32", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 # 16-bit tensors that llama.cpp wants in FP32: norms and biases, which have one dimension, and routers.

@@ -195,17 +195,9 @@ def _for_older(path: Path, options: Any, gpu: torch.device | None) -> bytes:
 # Activation formats by weight format; as activations, fp8_channel is fp8_token and int8 is int8_token.
 _TOKEN_FP8 = ("fp8", "fp8_token", "fp8_channel")
 _INPUTS: dict[str, tuple[str, ...]] = {
-    "nvfp4": ("nvfp4",),
-    "mxfp8": ("mxfp8",),
-    "fp8": _TOKEN_FP8,
-    "fp8_channel": _TOKEN_FP8,
-    "fp8_block": (),
-    "int8": ("int8_token", "int8", "int8_tensor"),
-    "int4": (),
-    "int4_g64": (),
-    "int4_g32": (),
-    "q8_0": (),
-}
+    "nvfp4": ("nvfp4",), "mxfp8": ("mxfp8",), "fp8": _TOKEN_FP8, "fp8_channel": _TOKEN_FP8, "fp8_block": (),
+    "int8": ("int8_token", "int8", "int8_tensor"), "int4": (), "int4_g64": (), "int4_g32": (), "q8_0": (),
+}  # fmt: skip
 # Formats that cannot be exported: the format to use in its place, and the reason; without one it is a format of inputs.
 _INSTEAD = {
     "mxfp4": ("nvfp4", "TensorRT has no E2M1 weights with E8M0 scales"),

@@ -110,17 +110,11 @@ def _as_on(target: Hardware) -> Iterator[None]:
     memory = 16 << 30
     facts = SimpleNamespace(major=major, minor=minor, name=target.sm, total_memory=memory, multi_processor_count=1)
     answers: Any = {
-        "get_device_properties": lambda *_: facts,
-        "get_device_capability": lambda *_: target.capability,
-        "get_device_name": lambda *_: target.sm,
-        "current_device": lambda: 0,
-        "device_count": lambda: 1,
-        "mem_get_info": lambda *_: (memory, memory),
-        "set_device": lambda *_: None,
-        "synchronize": lambda *_: None,
-        "empty_cache": lambda: None,
-        "device": lambda *_: nullcontext(),
-    }
+        "get_device_properties": lambda *_: facts, "get_device_capability": lambda *_: target.capability,
+        "get_device_name": lambda *_: target.sm, "current_device": lambda: 0, "device_count": lambda: 1,
+        "mem_get_info": lambda *_: (memory, memory), "set_device": lambda *_: None, "synchronize": lambda *_: None,
+        "empty_cache": lambda: None, "device": lambda *_: nullcontext(),
+    }  # fmt: skip
     with mock.patch.multiple(torch.cuda, **answers):
         # A build without CUDA lacks the class that an annotation names.
         if hasattr(torch._C, "_CudaDeviceProperties"):
