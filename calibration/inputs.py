@@ -21,7 +21,7 @@ and split alike, and while `taking_inputs` is open the model takes a batch of th
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -392,5 +392,8 @@ def _tensors(call: Arguments) -> list[Tensor]:
 
 def _outline(call: Arguments) -> Any:
     """Returns a key that is equal for calls that can be joined: their tree, shapes and dtypes."""
-    values, spec = tree_flatten(call)
-    return spec, [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
+    (values, spec), tensors = tree_flatten(call), _tensors(call)
+    if any(not t.dim() or len(t) == 1 < len(tensors[0]) for t in tensors):
+        return object()  # a number, or one row for all of the call's, as positions may be
+    values = [(v.shape, v.dtype) if isinstance(v, Tensor) else v for v in values]
+    return spec, [v if isinstance(v, Hashable) else id(v) for v in values]

@@ -321,18 +321,13 @@ def solve_siblings(
     tokens = [each.tokens for each in moments]
     counts = tokens if alone else [sum(of_ranks) for of_ranks in zip(*gathered(tokens), strict=True)]
     lacks = any(g.pipeline.needs_moment and not count for g, count in zip(siblings, counts, strict=True))
+    exchange, total = block.exchange, sum(counts)
     if lacks and not alone:
         for part, solvers in zip(parts, ranks, strict=True):
             # No name holds the statistics of a part: they are as large as its moments, and the next part needs room.
-            average = pooled(
-                stats_of(moments[part], block.exchange, solvers, again=True),
-                block.exchange,
-                solvers,
-                sum(counts),
-                average,
-            )
+            average = pooled(stats_of(moments[part], exchange, solvers, again=True), exchange, solvers, total, average)
     for part, solvers in zip(parts, ranks, strict=True):
-        _solve_part(block, siblings[part], stats_of(moments[part], block.exchange, solvers), average, solvers)
+        _solve_part(block, siblings[part], stats_of(moments[part], exchange, solvers), average, solvers)
 
 
 def _solve_part(

@@ -1,7 +1,9 @@
 """Calibration inputs of any kind give what the same inputs give as one tensor, and reach models of several inputs."""
 
+import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import tiny_models
 import torch
@@ -76,6 +78,23 @@ def test_batches_join_calls_of_one_shape_alone() -> None:
     batches = Inputs(calls).split(2)
     assert [len(batch) for batch in batches] == [2, 2, 1]
     assert [tuple(batch.arguments()[1]["x"].shape) for batch in batches] == [(2, 2), (2, 3), (1, 3)]
+
+
+def test_what_has_no_rows_of_its_own_is_not_joined() -> None:
+    """One row of positions for all rows of a call, a number, an array: each call runs by itself, as it came."""
+    for extra in ({"p": torch.arange(6)[None]}, {"p": torch.tensor(3.0)}, {"p": np.arange(2)}):
+        calls = [((), {"x": torch.full((2, 6), float(n)), **copy.deepcopy(extra)}) for n in range(3)]
+        assert [len(batch) for batch in Inputs(calls).split(4)] == [1, 1, 1]
+    swapped = [((torch.ones(1, 6), None), {}), ((None, torch.ones(1, 6)), {})]
+    assert [len(batch) for batch in Inputs(swapped).split(4)] == [1, 1]
+
+
+def test_positions_of_all_rows_change_no_solution() -> None:
+    found = []
+    for extra in ({}, {"position_ids": torch.arange(ROWS.shape[1])[None]}):
+        data = [{"input_ids": rows, **extra} for rows in ROWS.split(3)]
+        found.append(quant.quantize(tiny_models.llama(), "fp8", data, solver="gptq").model.state_dict())
+    assert all(torch.equal(found[1][name], expected) for name, expected in found[0].items())
 
 
 def whisper() -> tuple[Any, dict[str, torch.Tensor]]:
