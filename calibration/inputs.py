@@ -187,8 +187,7 @@ class Inputs:
         tensors = [value[0] for value in values if len(value) == 1 and isinstance(value[0], Tensor)]
         # Any further argument would be lost in one tensor.
         alone = len(tensors) == len(self.calls) == sum(len(args) + len(kwargs) for args, kwargs in self.calls)
-        alike = alone and len({tensor.shape[1:] for tensor in tensors}) == 1
-        return torch.cat(tensors) if alike else None
+        return torch.cat(tensors) if alone and len({tensor.shape[1:] for tensor in tensors}) == 1 else None
 
     def named_arguments(self, model: nn.Module) -> dict[str, Any]:
         """Returns the calls joined into one, every argument by its name."""

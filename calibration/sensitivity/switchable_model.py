@@ -583,8 +583,7 @@ class CachedRun:
         return [max(s, 0.0) / self.divergence.count(batch) for s, batch in zip(sums, self.batches, strict=True)]
 
     def _start(self, i: int, divergence: Divergence | None = None) -> Later:
-        divergence = divergence or self.divergence
-        return divergence.measure(self.batches[i], self.references[i], i * self.batch_rows)
+        return (divergence or self.divergence).measure(self.batches[i], self.references[i], i * self.batch_rows)
 
     def _mean(self, total: float) -> float:
         self.switchable.formats.forget_inputs()

@@ -177,5 +177,4 @@ def _output_directions(weighted: Tensor, rank: int) -> Tensor:
         return torch.linalg.eigh(weighted @ weighted.t())[1][:, -rank:].flip(1)
     # The smaller Gram matrix gives right singular vectors V_r; W L V_r = U_r S_r, whose span QR keeps.
     strongest = torch.linalg.eigh(weighted.t() @ weighted)[1][:, -rank:].flip(1)
-    directions = torch.linalg.qr(weighted @ strongest)[0]
-    return directions
+    return torch.linalg.qr(weighted @ strongest)[0]

@@ -350,8 +350,7 @@ def cut_rows(ids: Tensor, seqlen: int, start: int | None = None) -> Tensor:
     With a start token, every row begins with it, and one that a document begins with already is not doubled.
     """
     if start is None:
-        usable = ids.shape[1] // seqlen
-        return ids[:, : usable * seqlen].reshape(-1, seqlen)
+        return ids[:, : ids.shape[1] // seqlen * seqlen].reshape(-1, seqlen)
     if seqlen == 1:
         raise ValueError(f"seqlen=1: every row begins with token {start} and would hold nothing else; raise seqlen")
     # Rows are cut one token shorter and the start token is put before each.

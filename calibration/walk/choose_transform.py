@@ -97,8 +97,7 @@ def expected_choice(model: nn.Module, plan: Plan, session: Session, rows: int, s
     trial = trial_plan(model, plan)
     solving = expected_time(model, trial, session, rows=ROWS, seqlen=seqlen).solving
     inside = replace(plan, layers=tuple(x for x in plan.layers if x.name.startswith(first) or x.kind == LayerKind.HEAD))
-    passes = time_of_rows(model, inside, session, HELD_OUT * (len(TRIED) + 1), seqlen)
-    return len(TRIED) * solving + passes
+    return len(TRIED) * solving + time_of_rows(model, inside, session, HELD_OUT * (len(TRIED) + 1), seqlen)
 
 
 def trial_plan(model: nn.Module, plan: Plan, prefix: str = DEFAULT) -> Plan:

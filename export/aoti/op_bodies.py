@@ -138,8 +138,7 @@ def round_input(x: Tensor, format: Format, input_scale: Tensor | None) -> Tensor
     if not portable_casts.takes(format, columns, x.dtype):
         return round_activation(x, format, input_scale)
     rows = x.reshape(-1, columns).contiguous()
-    codes = portable_casts.quantize_in_graph(rows, format, input_scale)
-    return dequantize(codes, x.dtype).reshape(x.shape)
+    return dequantize(portable_casts.quantize_in_graph(rows, format, input_scale), x.dtype).reshape(x.shape)
 
 
 @contextlib.contextmanager

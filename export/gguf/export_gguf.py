@@ -242,8 +242,7 @@ def _half_scales(weight: BlockScaledTensor) -> Tensor:
 
 def _bits(bits: Tensor) -> Tensor:
     """Returns bytes of bits `[..., 8]`, the first the lowest."""
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return (bits << places).sum(-1, dtype=torch.uint8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 
 def _q5(weight: BlockScaledTensor) -> Tensor:

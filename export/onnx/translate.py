@@ -180,8 +180,7 @@ def _activation(format: Format, x: Any, input_scale: Any, axes: Sequence[int] = 
     scale = op.Div(amax, op.Constant(value_float=format.element.max))
     scale = op.Where(op.Greater(scale, op.Constant(value_float=0.0)), scale, op.Constant(value_float=1.0))
     step = op.Constant(value_float=_TOKEN_STEP[format.element])
-    small = op.Mul(op.Div(wide, scale), step)
-    return round_trip(format, small, step, x.dtype), op.Div(scale, step)
+    return round_trip(format, op.Mul(op.Div(wide, scale), step), step, x.dtype), op.Div(scale, step)
 
 
 LAYER_KEY = "blockscale.layer"

@@ -189,8 +189,7 @@ def _replaced(result: Any, hidden: Tensor) -> Any:
         return hidden
     if isinstance(result, tuple | list):
         return type(result)((hidden, *result[1:]))
-    key = next(iter(result))
-    return type(result)({**result, key: hidden})
+    return type(result)({**result, next(iter(result)): hidden})
 
 
 T = TypeVar("T")

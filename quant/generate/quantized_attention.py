@@ -212,8 +212,7 @@ def _attend(
     if layer is not None:
         q = layer.write(q, k, v, **options)
         if layer.length > k.shape[2] and mask is None and call.s_aux is None:
-            out = layer.attend(q, window=call.sliding_window, **options)
-            return out.transpose(1, 2).contiguous(), None
+            return layer.attend(q, window=call.sliding_window, **options).transpose(1, 2).contiguous(), None
         (k, v), scales = layer.read_turned(k.dtype), layer.scales
     else:
         q, k, v, scales = _rounded(module, q, k, v, fp8, **options)
@@ -315,8 +314,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scales: KVScales | None, fp8: bool, 
     out: Tensor
     if on_gpu and fp8 and dtype is not torch.float32:
         qkv_scales = None if scales is None else _scales_of_heads(q, *scales)
-        out = quantize_attention(q, k, v, scales=qkv_scales).attend(**options, dtype=dtype)
-        return out[..., :value_dim]
+        return quantize_attention(q, k, v, scales=qkv_scales).attend(**options, dtype=dtype)[..., :value_dim]
     if fp8 and scales is not None:
         qkv_scales = _scales_of_heads(q, *scales)
         q, k, v = (encode(x.float() / s[..., None, None], E4M3) for x, s in zip((q, k, v), qkv_scales, strict=True))
@@ -324,8 +322,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scales: KVScales | None, fp8: bool, 
     elif fp8:
         (q, options["q_scale"]), (k, options["k_scale"]), (v, options["v_scale"]) = map(quantize_blocks, (q, k, v))
     if on_gpu:
-        out = attention(q, k, v, **options, dtype=dtype)
-        return out[..., :value_dim]
+        return attention(q, k, v, **options, dtype=dtype)[..., :value_dim]
     out, _ = reference(q, k, v, **options, dtype=dtype, round_p=fp8)
     return out[..., :value_dim]
 

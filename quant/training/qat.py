@@ -350,8 +350,7 @@ def starting_weight(packed: BlockScaledTensor, original: Tensor | None, dtype: t
     steps = (original.float() / step * sign).clamp(codes.abs() - below, codes.abs() + above) * sign
     weight = (steps * step).to(dtype)
     # In a narrow dtype the start may have been rounded across the end of its cell.
-    same = round_to(weight.float() / step, element) == codes
-    return torch.where(same, weight, middle.to(dtype))
+    return torch.where(round_to(weight.float() / step, element) == codes, weight, middle.to(dtype))
 
 
 def install_training_layers(

@@ -510,8 +510,7 @@ class _RowProducts:
             matrix = other.view(-1, other.shape[-1])
             y = ops.e4m3_product(codes, scale.view(-1), matrix, other_scale.view(-1), is_forward, dtype)
             return y if other.dim() == 3 else y[None]
-        y = ops.e4m3_grouped_product(*a, *b, self.offsets, not self.in_fp8, dtype)
-        return y
+        return ops.e4m3_grouped_product(*a, *b, self.offsets, not self.in_fp8, dtype)
 
 
 @dataclass(frozen=True, eq=False)

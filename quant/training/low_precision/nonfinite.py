@@ -21,20 +21,19 @@ The watch is an attribute of its model, so that a copy of the model, and one tha
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from quant.base.errors import UserError, known_names, warn
 from quant.recipes.callers_model import optimizers_of
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
-from quant.training.low_precision.state import agree_on_histories, agree_on_input_scales, find_replicas
+from quant.training.low_precision.state import agree_on_histories, agree_on_input_scales, find_replicas, shard_groups
 from quant.training.qat_layers import RoundedWeight
 
 ACTIONS = ("stop", "skip")
@@ -55,7 +54,7 @@ class GradientWatch:
         self._warns_of_resuming = self._warns_of_eval_mode = self._warns_of_bypassed = True
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._replicas: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._replicas: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
         warns = self._warns_of_resuming, self._warns_of_eval_mode, self._warns_of_bypassed
@@ -113,6 +112,9 @@ class GradientWatch:
         if optimizer not in self._optimizers:
             self._optimizers.update([optimizer, *optimizers_of(own)])
             self._replicas.update(find_replicas(model))
+            if trained and not all(getattr(each, "_use_orig_params", True) for each in self._replicas):
+                name = next(iter(trained))
+                raise UserError(f"{name}: FullyShardedDataParallel hides its weight; pass it use_orig_params=True")
         if self._warns_of_bypassed:
             self._warns_of_bypassed = False
             _warn_of_bypassed_layers(model)
@@ -122,7 +124,7 @@ class GradientWatch:
         # GradScaler puts this on fused optimizers, whose kernels skip the step where it is not zero.
         is_fused = getattr(optimizer, "found_inf", None) is not None
         others = {id(parameter) for parameter in all_held} - (identities if is_fused else set())
-        line = nonfinite_line(model, trained, others)
+        line = nonfinite_line(model, trained, others, shard_groups(model, self._replicas))
         has_scaler = is_fused or (line is not None and _is_called_by_scaler())
         for layer in (trained if line is not None and not has_scaler else layers).values():
             layer.low_precision.forget_notes()
@@ -191,24 +193,26 @@ def _warn_of_bypassed_layers(model: nn.Module) -> None:
         )
 
 
-def nonfinite_line(model: nn.Module, layers: _Layers, identities: set[int] | None = None) -> str | None:
+def nonfinite_line(
+    model: nn.Module, layers: _Layers, identities: set[int] | None = None, groups: Sequence[Any] = ()
+) -> str | None:
     """Returns where NaN or infinity came into the gradients of a model; None where all are finite.
 
     `layers` are its layers in low precision, `identities` those of the parameters whose gradients count, or None for
-    all.
+    all, and `groups` those of ranks that have shards of plain gradients: none of a parameter in another's shard.
     """
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter.grad is not None and (identities is None or id(parameter) in identities)
+        if (groups or parameter.grad is not None) and (identities is None or id(parameter) in identities)
     }
-    broken = _not_finite({name: parameter.grad for name, parameter in parameters.items()})
+    broken = _not_finite({n: p.new_zeros(()) if p.grad is None else p.grad for n, p in parameters.items()}, groups)
     if not broken:
         return None
     # Every rank of FSDP2 reads the weights, whose largest magnitudes are common; notes are each rank's own.
     held = {name: layer.held.detach() for name, layer in layers.items()}
     held |= {n: module.weight.detach() for n, module in model.named_modules() if isinstance(module, RoundedWeight)}
-    if weights := _not_finite(held):
+    if weights := _not_finite(held, groups):
         return f"{weights[0]}: its weight holds NaN or infinity"
     notes = {name: layer.low_precision for name, layer in layers.items()}
     if inputs := [name for name, state in notes.items() if _overflowed(state.largest_input)]:
@@ -227,8 +231,8 @@ def _overflowed(largest: Tensor | None) -> bool:
     return largest is not None and not bool(largest.isfinite())
 
 
-def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    # The names of those that hold NaN or infinity, in the shard of any rank.
+def _not_finite(tensors: Mapping[str, Any], groups: Sequence[Any] = ()) -> list[str]:
+    # The names of those that hold NaN or infinity, in the shard of any rank; of plain tensors, of ranks in `groups`.
     if not tensors:
         return []
     local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors.values()]
@@ -242,6 +246,8 @@ def _not_finite(tensors: Mapping[str, Any]) -> list[str]:
         broken = broken.to(mesh.device_type)
         for group in mesh.get_all_groups():
             dist.all_reduce(broken, dist.ReduceOp.MAX, group=group)
+    for group in groups:
+        dist.all_reduce(broken, dist.ReduceOp.MAX, group=group)
     return [name for name, is_broken in zip(tensors, broken.tolist(), strict=True) if is_broken]
 
 

@@ -262,8 +262,7 @@ def hadamard_matrix(size: int) -> Tensor:
     matrix = torch.ones(1, 1, device="cpu", dtype=torch.float32)
     while len(matrix) < size:  # Sylvester's construction
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")
-    return signs[:, None] * matrix / size**0.5
+    return torch.tensor(SIGNS[:size], dtype=torch.float32, device="cpu")[:, None] * matrix / size**0.5
 
 
 def transform_tokens(x: Tensor, size: int) -> Tensor:

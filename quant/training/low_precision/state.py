@@ -331,24 +331,27 @@ class MadeFrom:
     __hash__ = None  # type: ignore[assignment]
 
 
-def find_replicas(model: nn.Module) -> list[DistributedDataParallel]:
-    """Returns the DDP wrappers of this process that hold a parameter of `model`."""
+def find_replicas(model: nn.Module) -> list[Any]:
+    """Returns the wrappers of this process, by DDP or FSDP's first version, that hold a parameter of `model`."""
     if not is_distributed():
         return []
+    from torch.distributed.fsdp import FullyShardedDataParallel  # which takes a while to import
+
     own = {id(parameter) for parameter in model.parameters()}
     # Nothing leads from a module to its wrapper; `isinstance` would ask objects that only pretend to have a class.
-    wrappers = [each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel)]
+    kinds = (DistributedDataParallel, FullyShardedDataParallel)
+    wrappers = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [each for each in wrappers if any(id(parameter) in own for parameter in each.parameters())]
 
 
-def agree_on_histories(layers: Iterable[Any], replicas: Iterable[DistributedDataParallel]) -> None:
+def agree_on_histories(layers: Iterable[Any], replicas: Iterable[Any]) -> None:
     """Gives all ranks the largest magnitudes of this step; each layer's own ranks take part."""
     for groups, own in _by_ranks([(layer.held, layer.low_precision) for layer in layers], replicas):
         _reduce([history for state in own for history in _needed(state)], groups)
 
 
 @torch.no_grad()
-def agree_on_input_scales(model: nn.Module, replicas: Iterable[DistributedDataParallel]) -> None:
+def agree_on_input_scales(model: nn.Module, replicas: Iterable[Any]) -> None:
     """Gives all ranks the largest of the static input scales that follow the inputs of QAT (`track_inputs`)."""
     layers = [module for module in model.modules() if isinstance(module, RoundedWeight)]
     followers = [(m.weight, m) for m in layers if m.inputs.follows and m.input_scale is not None]
@@ -360,16 +363,14 @@ def agree_on_input_scales(model: nn.Module, replicas: Iterable[DistributedDataPa
             layer.input_scale.copy_(scale)
 
 
-def _by_ranks(
-    owners: Iterable[tuple[Tensor, Any]], replicas: Iterable[DistributedDataParallel]
-) -> list[tuple[list[Any], list[Any]]]:
+def _by_ranks(owners: Iterable[tuple[Tensor, Any]], replicas: Iterable[Any]) -> list[tuple[list[Any], list[Any]]]:
     """Returns the process groups over which the owners of parameters agree, with these owners."""
     if not is_distributed():
         return []
     groups_of_parameter: dict[int, Any] = {}
     for wrapper in replicas:
         # Ranks that have run out of inputs make no step, so the others cannot meet them here.
-        if not wrapper._join_config.enable:
+        if not (isinstance(wrapper, DistributedDataParallel) and wrapper._join_config.enable):
             groups_of_parameter |= {id(parameter): wrapper.process_group for parameter in wrapper.parameters()}
     by_ranks: dict[Any, list[Any]] = {}
     for parameter, owner in owners:
@@ -380,6 +381,13 @@ def _by_ranks(
         ([ranks] if isinstance(ranks, dist.ProcessGroup) else ranks.get_all_groups(), own)
         for ranks, own in by_ranks.items()
     ]
+
+
+def shard_groups(model: nn.Module, replicas: Iterable[Any]) -> list[Any]:
+    """Returns the process groups over which FSDP's first version shards a model's gradients, as plain tensors."""
+    shards = [wrapper for wrapper in replicas if not isinstance(wrapper, DistributedDataParallel)]
+    by_ranks = _by_ranks([(parameter, None) for parameter in model.parameters()], shards) if shards else []
+    return [group for groups, _ in by_ranks for group in groups]
 
 
 def reduce_amax(layers: Iterable[Any], group: Any = None) -> None:

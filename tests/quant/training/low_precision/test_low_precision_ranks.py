@@ -301,3 +301,55 @@ def _further(rank: int, folder: str) -> None:
 @pytest.mark.slow
 def test_three_ranks_shard_unevenly_skip_stop_early_and_follow_inputs(tmp_path: Path) -> None:
     run_ranks(_further, (str(tmp_path),), 3)
+
+
+def _in_shards_of_plain_tensors(rank: int, folder: str) -> None:
+    """One of two processes under the first version of FSDP, whose shards are no DTensors."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
+    )
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    cpu = torch.device("cpu")
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+    quant.to_low_precision_training(net.train(), "nvfp4")
+    hidden = copy.deepcopy(net)
+    model = FullyShardedDataParallel(net, use_orig_params=True, device_id=cpu)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model(torch.randn(16, 32) * (1 + 9 * rank)).square().mean().backward()  # the second rank's inputs are larger
+    optimizer.step()
+    optimizer.zero_grad()
+    net.eval()
+    with torch.no_grad():
+        output = model(torch.ones(4, 32).cumsum(0))
+    outputs = [torch.empty_like(output) for _ in range(2)]
+    dist.all_gather(outputs, output)
+    assert torch.equal(*outputs)
+
+    net.train()
+    model(torch.randn(16, 32)).square().mean().backward()
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    if rank == 1:  # where the last layer's gradient lies, and not on the first rank
+        gradient = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()][-1]
+        gradient[-1] = float("nan")
+    with pytest.raises(quant.UserError, match=r"gradient holds NaN or infinity.*no weight was changed"):
+        optimizer.step()
+    assert all(map(torch.equal, before, model.parameters()))
+
+    model = FullyShardedDataParallel(hidden, use_orig_params=False, device_id=cpu)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model(torch.randn(16, 32)).square().mean().backward()
+    with pytest.raises(quant.UserError, match=r"^0: FullyShardedDataParallel hides .* pass it use_orig_params=True$"):
+        optimizer.step()
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_fsdp_of_the_first_version_agrees_too(tmp_path: Path) -> None:
+    """Each rank evaluated a model of its own, and one rank alone saw the NaN in its shard.
+
+    github.com/facebookresearch/fairscale/issues/754: ranks that skip a step by their own
+    shard leave the others waiting.
+    """
+    run_ranks(_in_shards_of_plain_tensors, (str(tmp_path),), 2)
