@@ -118,7 +118,7 @@ class Attention:
     window: int | None = None  # largest sequence that sliding windows need not cut
     # the names of the model's outputs, filled while the model runs; torch.export would reset an attribute of `Graph`
     outputs: list[str] = field(default_factory=list)
-    refused: ClassVar[tuple[str, ...]] = ("softcap", "s_aux")  # options that the graph cannot hold
+    refused: ClassVar[tuple[str, ...]] = ("softcap",)  # options that the graph cannot hold
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, *,

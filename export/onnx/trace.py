@@ -328,6 +328,15 @@ def trace_for_torch(
     that does not export with these dimensions.
     """
     dims, ranges = dims or {}, ranges or {}
+
+    def within(name: str, x: Tensor) -> Tensor:
+        axes = (
+            (size, *ranges.get(dims.get(name, {}).get(axis, ""), (size, size))) for axis, size in enumerate(x.shape)
+        )
+        shape = [min(max(size, low), high) for size, low, high in axes]
+        return x if list(x.shape) == shape else x.new_ones(shape)
+
+    inputs = {name: within(name, x) for name, x in inputs.items()}
     names = {name for axes in dims.values() for name in axes.values()}
     # ranges give min and max of a dimension; without a range torch.export finds limits itself. It refuses those of
     # cuDNN's norms, which take batches of up to 65,535.

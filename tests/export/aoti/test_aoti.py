@@ -181,6 +181,17 @@ def test_graph_of_a_transformers_model(llama: nn.Module, in_fp8: bool) -> None:
             assert least <= float((got - expected).norm() / expected.norm()) < most
 
 
+def test_graph_of_ranges_without_the_sizes_of_the_example(llama: nn.Module) -> None:
+    """`--shapes sequence=1:8:8`, which a sliding window of eight tokens asks for; examples have 64."""
+    dims = {"input_ids": {0: "batch", 1: "sequence"}}
+    ranges = {"sequence": (1, 8), "batch": (4, 6)}
+    program = lowered(llama, {"input_ids": torch.randint(96, (2, 64))}, dims=dims, ranges=ranges)
+    ids = torch.randint(96, (5, 7))
+    with torch.no_grad():
+        got, expected = program.module()(input_ids=ids).float(), llama(ids).logits.float()
+    assert float((got - expected).norm() / expected.norm()) < 5e-3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("weight", "activation", "attends"), [("fp8", "fp8", True), ("nvfp4", None, False)])
 def test_package_computes_the_module(

@@ -89,6 +89,19 @@ def test_tokens_are_those_of_the_checkpoint(
 
 
 @pytest.mark.slow
+def test_one_pass_has_attention_sinks(tmp_path: Path) -> None:
+    done = quantized(gpt_oss(), "fp8@16bit")
+    with pytest.raises(ValueError, match=r"window slides over 8 tokens.* with shapes=\"sequence=1:8:8\"") as refused:
+        quant.export_model(done, "onnx", tmp_path / "onnx", capacity=0)
+    shapes = str(refused.value).rpartition("shapes=")[2].strip('"')
+    quant.export_model(done, "onnx", tmp_path / "onnx", capacity=0, shapes=shapes)
+    with torch.no_grad():
+        expected = done.model(ROWS[:, :8]).logits
+    (logits,) = session(tmp_path / "onnx" / "model.onnx").run(None, {"input_ids": ROWS[:, :8].numpy()})
+    assert relative_error(torch.from_numpy(logits), expected) < 2e-6
+
+
+@pytest.mark.slow
 def test_rows_of_gate_and_up_in_another_order_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     done = quantized(tiny_models.qwen3_moe(), "int4a16_g32")
     arranged = expert_nodes._arranged
