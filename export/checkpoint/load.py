@@ -8,6 +8,7 @@ from torch import nn
 
 from quant.base.errors import UserError, near_file, option, quoted
 from quant.base.torch_modes import in_own_modes
+from quant.calibration.session import find_device
 from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
@@ -65,6 +66,8 @@ def load(
         UserError: not a quantized checkpoint, a plan that does not agree with config.json, or tensors that are damaged
             or do not fit the model; the message names them.
     """
+    if "cuda" in str(device):
+        find_device(device)  # a GPU that is not there is refused before weights are read
     with remote_code(trust_remote_code):
         path = find_checkpoint(directory)
         check_checkpoint(path)

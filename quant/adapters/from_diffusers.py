@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from quant.base.errors import UserError, quoted, require
 from quant.base.torch_modes import in_own_modes
+from quant.calibration.session import find_device
 from quant.export.checkpoint.files.tensors import read_buffers, read_layer, read_parts
 from quant.export.checkpoint.load import load
 from quant.export.checkpoint.open_checkpoint import Checkpoint, refuse, suspect_problems
@@ -53,6 +54,8 @@ def load_pipeline(directory: str | Path, *, device: torch.device | str | None = 
     Raises:
         UserError: no pipeline, or no component is quantized; otherwise as `quant.load`.
     """
+    if "cuda" in str(device):
+        find_device(device)  # a GPU that is not there is refused before weights are read
     path = find_model(str(directory))
     if not pipelines.is_pipeline(path):
         raise UserError(f"{path}: no pipeline of diffusers (no {pipelines.INDEX}); quant.load reads a single model")

@@ -298,6 +298,15 @@ def test_a_pipeline_on_a_gpu(
         assert np.abs(tiny_image(pipe) - image).mean() < 0.03
 
 
+@pytest.mark.parametrize("load", [quant.load_pipeline, quant.load])
+def test_a_gpu_that_is_not_there_is_refused_before_anything_is_read(
+    load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="device cuda: PyTorch sees no GPU here; leave it out, or pass cpu"):
+        load(tmp_path, device="cuda")
+
+
 def test_a_budget_refuses_a_text_encoder_before_weights_are_read(
     pipeline: Callable[[str], Path], prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
