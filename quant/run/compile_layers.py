@@ -13,7 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -54,17 +54,18 @@ def compiling(calls: LayerCalls, device: torch.device) -> Iterator[None]:
         yield
         return
     # It reads its input before it imports PyTorch, so that nobody waits for it. What it has not compiled, after an
-    # error too, is compiled when it is needed.
+    # error too, or where no process can start, is compiled when it is needed.
     read = "import sys; calls = sys.stdin.buffer.read(); from quant.run import compile_layers"
     command = [sys.executable, "-P", "-c", f"{read}; compile_layers.run_on_zeros(calls)"]
     environment, quiet = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, subprocess.DEVNULL
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment) as process:
-        try:
-            with suppress(BrokenPipeError), process.stdin as stdin:  # type: ignore[union-attr]
+    with ExitStack() as stack:
+        with suppress(OSError):
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            with process.stdin as stdin:  # type: ignore[union-attr]
                 stdin.write(pickle.dumps((calls, device)))
-            yield
-        finally:
-            process.kill()
+        yield
 
 
 def run_on_zeros(pickled: bytes) -> None:

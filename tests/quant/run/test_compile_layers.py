@@ -67,6 +67,22 @@ def test_the_process_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> Non
     with compiling(_calls(), _CUDA):
         assert begun[0].poll() is None
     assert begun[0].returncode == -9
+    with pytest.raises(KeyError):
+        _run_into_an_error()
+    assert begun[1].returncode == -9
+
+
+def _run_into_an_error() -> None:
+    with compiling(_calls(), _CUDA):
+        raise KeyError
+
+
+def test_a_run_goes_on_where_no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    reached = False
+    with compiling(_calls(), _CUDA):
+        reached = True
+    assert reached
 
 
 @pytest.mark.slow
