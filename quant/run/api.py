@@ -79,8 +79,8 @@ def quantize(
             effort 0.
         run: calls the model on any valid input, which is how fusion groups are found; needed where the model does not
             run on token ids and `data` is not given.
-        guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a layer whose output on held-out calibration rows is
-            off by more than the limit, relatively, gets the next format; replaces the recipe's.
+        guard: "LIMIT FORMAT …", such as "0.1 fp8_channel keep": a linear layer whose output on held-out calibration
+            rows is off by more than the limit, relatively, gets the next format; replaces the recipe's.
         observer: key of `OBSERVERS`, how static activation scales are chosen; replaces the recipe's, which is absmax.
         bits: per weight, every scale counted; formats are then chosen layer by layer and `recipe` is not used. For
             other budgets and limits see `quant.calibration.allocation.allocate.allocate`, whose plan can be passed as

@@ -458,6 +458,9 @@ def _warnings(decision: Decision, solved: SolvedModel) -> list[str]:
             f"the guard {executed.guard!r} gave {len(changed)} of {counted(len(decided.quantized), 'layer')} another "
             f"format, {unquantized} of them 16 bit, {changed[0].name} first: {changed[0].reason}"
         )
+    if others := [layer for layer in executed.quantized if executed.guard and layer.kind != LayerKind.LINEAR]:
+        kept = f"{counted(len(others), 'layer')} of another kind, {others[0].name} first, may be further off"
+        warned.append(f"the guard {executed.guard!r} compares the outputs of linear layers alone: {kept}")
     names = set() if solved.quantized is None else head_layers(solved.quantized.model)
     if heads := [layer for layer in executed.quantized if layer.name in names]:
         has_static_scales = any(layer.has_static_scale for layer in heads)

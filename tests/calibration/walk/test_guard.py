@@ -4,11 +4,13 @@ import math
 
 import numpy as np
 import pytest
+import tiny_models
 import torch
 
 from quant.calibration.walk.round import promote, relative_error
 from quant.formats.format import FORMATS
 from quant.recipes.plan import Guard, LayerPlan
+from quant.run.api import quantize
 
 NVFP4, MXFP8, FP8 = FORMATS["nvfp4"], FORMATS["mxfp8"], FORMATS["fp8"]
 LADDER = [NVFP4, MXFP8, None]
@@ -100,3 +102,11 @@ def test_to_16_bit_and_the_end_of_the_list() -> None:
     last = promote(layer(weight=MXFP8), 0.5, 0.1, [NVFP4, MXFP8])
     assert last.weight is MXFP8
     assert last.reason.endswith("exceeds the limit 0.1, but it is the last format in its list")
+
+
+def test_layers_that_a_guard_does_not_compare_are_named() -> None:
+    rows = torch.randint(0, 64, (8, 16), generator=torch.Generator().manual_seed(0))
+    with pytest.warns(UserWarning, match=r"linear layers alone: 4 layers of another kind, .*\.0\.mlp\.experts") as seen:
+        done = quantize(tiny_models.mixtral(gain=3), "nvfp4", rows, solver="rtn", guard="0.0001")
+    assert {layer.name.rpartition(".")[2] for layer in done.plan.quantized} == {"gate_up_proj", "down_proj"}
+    assert sum("of another kind" in str(each.message) for each in seen) == 1
