@@ -100,16 +100,11 @@ def collect_attention_scales(
     if granularity not in CACHE_GRANULARITIES:
         raise ValueError(f"unknown granularity {granularity!r}; {known_names(granularity, CACHE_GRANULARITIES)}")
     # Latent attention caches one vector, which is watched for a cache alone.
-    watched = _Watched(
-        model, operands, None if attention_format is not None else kv_format, by_head=granularity == "head"
-    )
+    latent = kv_format if attention_format is None else None
+    watched = _Watched(model, operands, latent, by_head=granularity == "head")
     home = device_of(model)
-    with (
-        torch.no_grad(),
-        placed(model, session.device) as device,
-        watched.latents(),
-        watching_attention(model, watched.operands_of),
-    ):
+    watching = watching_attention(model, watched.operands_of)
+    with torch.no_grad(), placed(model, session.device) as device, watched.latents(), watching:
         rows = rows.to(device)
         for index in own_batches(len(rows)):
             model(rows[index : index + 1])

@@ -15,6 +15,7 @@ from quant.base.processor import value_of
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.evaluating import evaluating
 from quant.calibration.fast_matmul import fast_matmul
+from quant.calibration.inputs import Inputs, inputs_of, taking_inputs
 from quant.calibration.observers import Observer, get_observer
 from quant.calibration.ranks import gathered, own_batches
 from quant.calibration.session import Device, Session, device_of, placed
@@ -293,7 +294,7 @@ def put_back(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
 
 @in_own_modes
 def calibrate(
-    model: nn.Module, plan: Plan, data: Tensor | None, *, device: Device = None, progress: Progress | None = None
+    model: nn.Module, plan: Plan, data: Any, *, device: Device = None, progress: Progress | None = None
 ) -> dict[str, Tensor]:
     """Returns static activation scales by layer name, float32 scalars; one for all members of a fusion group.
 
@@ -302,14 +303,15 @@ def calibrate(
     Args:
         model: the model that the plan was made for.
         plan: the plan, whose observer chooses the scales.
-        data: calibration rows as the model takes them; None where the plan needs none.
+        data: calibration rows or calls, as `quant.quantize` takes them; None where the plan needs none.
         device: where the model runs; by default where it is.
         progress: a function that is called as `progress(stage, done, total)`.
 
     Raises:
         UserError: the plan needs data and there is none.
     """
-    with evaluating(model):
+    data = data if data is None or isinstance(data, Tensor | Inputs) else inputs_of(data, model)
+    with evaluating(model), taking_inputs(model):
         return _measured_scales(model, plan, data, Session.on(device, progress=progress))
 
 

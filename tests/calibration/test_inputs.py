@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import quant
 from quant.base.errors import UserError
 from quant.calibration.inputs import Inputs, inputs_of, recorded, taking_inputs
+from quant.calibration.walk.collect import calibrate
 
 ROWS = torch.randint(3, 60, (6, 16), generator=torch.Generator().manual_seed(0))
 
@@ -87,6 +88,14 @@ def test_what_has_no_rows_of_its_own_is_not_joined() -> None:
         assert [len(batch) for batch in Inputs(calls).split(4)] == [1, 1, 1]
     swapped = [((torch.ones(1, 6), None), {}), ((None, torch.ones(1, 6)), {})]
     assert [len(batch) for batch in Inputs(swapped).split(4)] == [1, 1]
+
+
+@pytest.mark.parametrize("data", [{"input_ids": ROWS}, [{"input_ids": ROWS}], [(row[None],) for row in ROWS]])
+def test_scales_alone_take_the_same_data(data: Any) -> None:
+    model = llama()
+    plan = quant.make_plan(model, "fp8")
+    expected, found = calibrate(model, plan, ROWS), calibrate(model, plan, data)
+    assert found.keys() == expected.keys() and all(found[name] == expected[name] for name in expected)
 
 
 def test_positions_of_all_rows_change_no_solution() -> None:
