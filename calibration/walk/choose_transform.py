@@ -41,14 +41,8 @@ DEFAULT, TRIED, _ROUNDING = "awq:merge+", ("", "awq:merge+", "rotation:merge+"),
 
 def open_layers(plan: Plan) -> list[LayerPlan]:
     """Returns the layers whose transform is to be chosen: inputs in four bits, and a solver with the default one."""
-    return [
-        layer
-        for layer in plan.quantized
-        if layer.kind == LayerKind.LINEAR
-        and layer.solver.startswith(DEFAULT)
-        and layer.activation is not None
-        and layer.activation.element.bits == 4
-    ]
+    linears = [each for each in plan.quantized if each.kind == LayerKind.LINEAR and each.solver.startswith(DEFAULT)]
+    return [layer for layer in linears if layer.activation is not None and layer.activation.element.bits == 4]
 
 
 def choose_transform(model: nn.Module, plan: Plan, data: Any, session: Session) -> Plan:

@@ -120,14 +120,10 @@ def collect_input_amax(
             observers[name].update(x)
 
     home, end, head = device_of(model), _EndAtHead(model), output_head(model)
-    with (
-        torch.no_grad(),
-        placed(model, session.device) as device,
-        reporting_bad_tensor(model),
-        watch_inputs(model, names, observe),
-        # Registered after the hooks of layers: an input of the head that is watched has been seen by then.
-        removing([] if head is None else [head.register_forward_pre_hook(end.reach)]),
-    ):
+    with torch.no_grad(), placed(model, session.device) as device, reporting_bad_tensor(model), ExitStack() as hooks:
+        hooks.enter_context(watch_inputs(model, names, observe))
+        if head is not None:  # after the hooks of layers: an input of the head that is watched has been seen by then
+            hooks.callback(head.register_forward_pre_hook(end.reach).remove)
         rows = rows.to(device)
         # One row a pass: the message on NaN then names its row.
         for row_index in range(len(rows)) if observers else own_batches(len(rows)):
