@@ -213,7 +213,7 @@ def refuse_packed(
     for name, dtype in dtypes.items():
         if dtype in _FP8:
             raise UserError(f"{file}: {name} is in FP8 and has no scale{clause}, or {WAY_OUT}")
-        if dtype in CODES and name.endswith(".weight"):
+        if dtype.startswith(("I", "U", "BOOL")) and name.endswith((".weight", ".bias")):
             raise UserError(f"{file}: {name} holds integers ({dtype}){clause}, or {WAY_OUT}")
 
 

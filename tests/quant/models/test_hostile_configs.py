@@ -10,6 +10,7 @@ import pytest
 import tiny_models
 import torch
 from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 
 import quant
 from quant.cli.main import main
@@ -79,3 +80,15 @@ def test_the_config_in_a_gguf_file(fields: dict[str, Any], tmp_path: Path) -> No
     with pytest.raises(quant.UserError, match=rf"{file}: .*{next(iter(fields))}") as caught:
         read_config(file)
     assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.int64, torch.bool])
+@pytest.mark.parametrize("name", ["model.layers.0.mlp.up_proj.weight", "model.norm.weight"])
+def test_weights_that_are_whole_numbers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """They were taken for weights: a linear layer's was quantized, and the norm's ended a run as "our bug"."""
+    folder = saved(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name] = (tensors[name].float() * 100).to(torch.int64).to(dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(quant.UserError, match=rf"model\.safetensors: {name} holds integers \((I16|U16|I64|BOOL)\)"):
+        quant.open_model(folder)
