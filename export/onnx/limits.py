@@ -335,7 +335,7 @@ def check_attention(name: str, kind: str, query: Tensor, key: Tensor, mask: Tens
     if heads % kv_heads:
         raise ValueError(f"{name}: {heads} heads are not a multiple of {kv_heads} KV heads; {way_out}")
     if mask is not None and mask.dtype is not torch.bool:
-        raise ValueError(f"{name}: FP8 attention takes no bias of positions; {way_out}")
+        raise ValueError(f"{name}: FP8 attention takes no bias of positions, and no sinks; {way_out}")
     if mask is not None and kind == "plugin":
         raise ValueError(
             f"{name}: the plugin takes no mask besides the causal one; {way_out}, or {option('attention', 'native')}"
