@@ -69,7 +69,7 @@ def read_task(path: str | Path) -> list[Question]:
                 questions.append(_question(json.loads(line)))
             except (ValueError, RecursionError) as error:
                 raise UserError(f"task {path}, line {number}: {error}") from None
-    if len({question.answer for question in questions}) < 2:
+    if len({str(question.answer) for question in questions}) < 2:
         same = f", and every answer is {questions[0].answer!r}" if questions else ""
         raise UserError(
             f"task {path}: {counted(len(questions), 'question')}{same}; a model that always says the same would pass: "

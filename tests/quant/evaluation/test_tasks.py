@@ -203,6 +203,11 @@ def test_bad_lines_are_named(line: object, message: str, file: Callable[..., Pat
     assert message in str(refused.value)
 
 
+def test_a_number_and_its_text_are_one_answer(file: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match="2 questions, and every answer is '1'"):
+        read_task(file({"prompt": "w0", "answer": "1"}, {"prompt": "w1", "answer": 1}))
+
+
 def test_a_line_ends_at_its_line_feed(tmp_path: Path) -> None:
     """Not at the other line breaks of Unicode, which JSON leaves as they are; a mark of bytes and CR are no part."""
     prompts = ["w1\u2028w2", "w1\x85w2"]
