@@ -239,8 +239,7 @@ class Entropy(_HistogramObserver):
             histogram = histogram.merged(histogram.bins // 2)
         ends, divergence = divergences(histogram, self.number)
         # Among equals, which differ by rounding only, the one that clips least.
-        end = int(ends[divergence <= divergence.min() + 1e-12].max())
-        return min(end * histogram.width, histogram.amax)
+        return min(int(ends[divergence <= divergence.min() + 1e-12].max()) * histogram.width, histogram.amax)
 
 
 def squared_errors(histogram: Histogram, number: Number, amax: Tensor) -> Tensor:

@@ -114,8 +114,7 @@ def sampled(x: Tensor, every: int, batch: int) -> Tensor:
     channels are a thousand times as loud.
     """
     # Multiples of the golden ratio, less their whole parts, cover 0..1 evenly, however many there are.
-    start = int(every * (batch * _GOLDEN_RATIO % 1))
-    return x[start % len(x) :: every]
+    return x[int(every * (batch * _GOLDEN_RATIO % 1)) % len(x) :: every]
 
 
 def required_stats(stats: LayerStats | None, name: str, solver: str) -> LayerStats:

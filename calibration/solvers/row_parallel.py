@@ -99,5 +99,4 @@ def search_threads(rows: int, inputs: int) -> int:
     some for each weight, and products that grow with `inputs`. Measured on two cores, GPTQ of 1536 × 576 takes twice as
     long in two threads, of 4096 × 1024 nine tenths, and of 14336 × 512 less than six tenths.
     """
-    count = math.isqrt(rows * (3000 + inputs) // 3_700_000)
-    return 1 << (max(count, 1).bit_length() - 1)
+    return 1 << (max(math.isqrt(rows * (3000 + inputs) // 3_700_000), 1).bit_length() - 1)

@@ -357,5 +357,4 @@ def field_collection(trt: Any, values: Mapping[str, np.ndarray], alive: list[Any
 
 def type_name(trt: Any, type_: Any) -> str:
     """Returns the name of a TensorRT type, the inverse of `data_type`."""
-    names = {data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}
-    return names.get(type_, str(type_))
+    return {data_type(trt, name): name for name in ("FP8", "FP32", "BF16", "FP16")}.get(type_, str(type_))

@@ -70,8 +70,7 @@ class TensorrtSession:
         # A prompt and the steps after it have the same rows, so each kind of step must take them.
         shortest = min(low[1] for low, _ in self._profiles)
         decoding = max(high[0] for low, high in self._profiles if low[1] == shortest)
-        reading = max(self._profiles, key=lambda profile: profile[1][1])
-        return int(min(decoding, reading[1][0]))
+        return int(min(decoding, max(self._profiles, key=lambda profile: profile[1][1])[1][0]))
 
     def begin(self, rows: int) -> None:
         self._rows, self._caches = rows, {}

@@ -146,25 +146,31 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    if signal.getsignal(signal.SIGINT) is stop_early:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    stopped = False
+    stopped: type[KeyboardInterrupt] | None = None
 
-    def stop(*_: Any) -> None:
+    def stop(number: int, _: Any) -> None:
         nonlocal stopped
-        stopped = True
-        # A second signal during the clean-up would leave half-deleted directories.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise Terminated
+        stopped = Terminated if number == signal.SIGTERM else KeyboardInterrupt
+        if stopped is Terminated:  # a second one during the clean-up would leave half-deleted directories
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise stopped
 
     before = signal.signal(signal.SIGTERM, stop)
+    if answers := signal.getsignal(signal.SIGINT) in (stop_early, signal.default_int_handler):
+        signal.signal(signal.SIGINT, stop)
     try:
         yield
         # Python drops an exception that is raised in a destructor or in the callback of a weak reference.
         if stopped:
-            raise Terminated
+            raise stopped
+    except Exception:
+        if stopped is None:
+            raise
+        raise stopped from None  # imports of transformers answer an interruption by an error of their own
     finally:
         signal.signal(signal.SIGTERM, before)
+        if answers:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -97,8 +97,7 @@ def scale_problem(scale: Tensor) -> str | None:
         return None
     if scale.numel() == 1:
         return f"is {float(scale):g}; a scale is a finite number above zero"
-    wrong = int((~((scale > 0) & scale.isfinite())).sum())
-    return f"holds {wrong:,} scales that are not finite numbers above zero"
+    return f"holds {int((~((scale > 0) & scale.isfinite())).sum()):,} scales that are not finite numbers above zero"
 
 
 def value_problem(tensor: Tensor, *, is_buffer: bool = False) -> str | None:

@@ -1,6 +1,7 @@
 """An exception that nobody expected names the code that it came from."""
 
 import re
+import signal
 import subprocess
 import sys
 import types
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from samples import ROOT
 
 from quant.base import errors
-from quant.cli.command import Command
+from quant.cli.command import Command, Terminated, terminable
 
 transformers = pytest.importorskip("transformers")
 
@@ -97,3 +98,27 @@ def test_a_torch_that_cannot_be_imported_is_named(kind: str, tmp_path: Path) -> 
     way_out = "install it again as pytorch.org says: pip install torch"
     assert result.returncode == 2
     assert result.stderr.strip() == f"error: PyTorch cannot be imported ({reason}); {way_out}"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+@pytest.mark.parametrize("answer", [RecursionError("while an import was interrupted"), None])
+def test_code_that_answers_a_signal_by_an_error_of_its_own(
+    number: int, expected: type[BaseException], answer: Exception | None
+) -> None:
+    """Ctrl-C while transformers was imported ended as "a bug in Blockscale": a RecursionError of its lazy modules."""
+
+    def interrupted() -> None:
+        try:
+            signal.raise_signal(number)
+        except KeyboardInterrupt:
+            if answer is not None:
+                raise answer from None
+
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    with pytest.raises(expected) as caught, terminable():
+        interrupted()
+    assert type(caught.value) is expected
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    with pytest.raises(RecursionError), terminable():  # without a signal it is an error as any other
+        raise RecursionError
