@@ -169,7 +169,7 @@ def experts_node(rewriter: Any, node: Any) -> None:
     # The last may be left out.
     x, index, weight, up, up_scale, up_bias, down, down_scale, down_bias = (*node.inputs, None, None)[:9]
     formats = [FORMATS.get(node.attributes[f"{name}_format"].as_string()) for name in ("up", "down")]
-    experts, dtype = up.shape[0], int(x.dtype)
+    experts, dtype = up.shape[0], x.dtype
 
     def add(op: str, *inputs: Any, **attributes: Any) -> Any:
         return rewriter.add(node, op, *inputs, **attributes)
@@ -194,7 +194,10 @@ def experts_node(rewriter: Any, node: Any) -> None:
         zero = 0x88 if bits == 4 else 0x80  # added to two's complement
         for codes, scale, is_up in ((up, up_scale, True), (down, down_scale, False)):
             _change(codes, partial(_arranged, is_up=is_up, zero=zero), ir.DataType.UINT8)
-            _change(scale, partial(_arranged, is_up=is_up, flat=bits == 8))
+            # CUDA's provider takes scales of x's dtype alone, a processor's FP32 as well.
+            stored = scale.const_value.numpy()
+            is_exact = dtype == ir.DataType.FLOAT16 and np.array_equal(stored, stored.astype(np.float16))
+            _change(scale, partial(_arranged, is_up=is_up, flat=bits == 8), dtype if is_exact else None)
         shares = add("Cast", shares, to=dtype)
         block = {"block_size": first.block[1]} if bits == 4 else {}
         options |= {"expert_weight_bits": bits, "weights_prepacked": 0, "normalize_routing_weights": 0, **block}
@@ -243,6 +246,6 @@ def _change(value: Any, change: Callable[[np.ndarray], np.ndarray], dtype: Any =
     shape = change(np.broadcast_to(np.zeros((), stored.dtype.numpy()), stored.shape.numpy())).shape
     value.dtype, value.shape = dtype or stored.dtype, ir.Shape(shape)
     value.const_value = ir.LazyTensor(
-        lambda: ir.tensor(np.ascontiguousarray(change(stored.numpy())), value.dtype, name=value.name),
+        lambda: ir.tensor(change(stored.numpy()).astype(value.dtype.numpy(), order="C"), value.dtype, name=value.name),
         value.dtype, value.shape, name=value.name,
     )  # fmt: skip

@@ -35,7 +35,7 @@ MODELS: dict[str, Callable[..., Any]] = {
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 NODES = {"int4a16_g32": "QMoE", "int8@16bit": "QMoE", "fp8@16bit": "MoE", "fp8_channel@16bit": "MoE", "16bit": "MoE"}
-QUICK = {("mixtral", "int4a16_g32", "bf16"), ("qwen3_moe", "fp8@16bit", "fp16"), ("gpt_oss", "int4a16_g32", "fp32")}
+QUICK = {("mixtral", "int4a16_g32", "fp16"), ("qwen3_moe", "fp8@16bit", "fp16"), ("gpt_oss", "int4a16_g32", "fp32")}
 CELLS = [(kind, format, dtype) for kind in MODELS for format in NODES for dtype in DTYPES]
 CELLS.append(("gpt_oss_of_narrow_heads", "fp8@16bit", "fp32"))  # GroupQueryAttention does not take them
 MODELS["gpt_oss_of_narrow_heads"] = lambda **options: gpt_oss(head_dim=12, **options)
@@ -73,7 +73,12 @@ def test_tokens_are_those_of_the_checkpoint(
     experts = [layer.name for layer in done.plan.quantized if "experts" in layer.name]
     assert len(experts) == (0 if format == "16bit" else 4)
     assert all(compared[name]["passed"] and compared[name]["checkpoint"] == 0 for name in experts)
-    assert [node.op_type for node in onnx.load(path).graph.node if "MoE" in node.op_type] == [NODES[format]] * 2
+    graph = onnx.load(path).graph
+    nodes = [node for node in graph.node if "MoE" in node.op_type]
+    assert [node.op_type for node in nodes] == [NODES[format]] * 2
+    if NODES[format] == "QMoE":  # CUDA's provider loads scales of the input's dtype alone
+        kinds = {t.data_type for t in graph.initializer for node in nodes if t.name in (node.input[3], node.input[6])}
+        assert kinds == {onnx.TensorProto.FLOAT16 if dtype == "fp16" else onnx.TensorProto.FLOAT}
     reference = load(tmp_path / "checkpoint")
     cast_unquantized(reference, "float16" if dtype == "fp16" else "float32")
     if format.startswith("int"):
