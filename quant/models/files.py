@@ -522,7 +522,8 @@ def explained(where: str | Path) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        raise UserError(f"{where}: {one_line(error)}") from error
+        unknown = ", which its code does not know; is it misspelled, or newer?" if isinstance(error, KeyError) else ""
+        raise UserError(f"{where}: {one_line(error)}{unknown}") from error
 
 
 def one_line(error: BaseException) -> str:
