@@ -371,7 +371,7 @@ def test_what_changed_is_named_and_refused(text: str, tmp_path: Path, monkeypatc
 
     refused("the plan digest was another; .* --restart", solver="rtn")
     refused("the plan guard was None, and is 0.1 keep now; .* --restart", guard="0.1 keep")
-    refused("the plan observer was absmax, and is mse now; .* --restart", observer="mse")
+    refused("no input has a static scale to choose; leave it out", observer="mse")
     refused("the seed was 0, and is 7 now", seed=7)
     with monkeypatch.context() as patched:
         other = {"the kind of device": "cuda"}

@@ -513,7 +513,7 @@ def _with_config(directory: Path, **changes: Any) -> None:
             "model.layers.0.self_attn.q_proj has a weight_scale, and quantized_layers does not name it",
         ),
         ("fp8", lambda d: (d / "config.json").unlink(), "no config.json"),
-        ("fp8", lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), "or a damaged one"),
+        ("fp8", lambda d: (d / "model.safetensors").write_bytes(b"x" * 100), "truncated or damaged"),
     ],
 )
 def test_bad_checkpoints(golden: str, spoil: Callable[[Path], None], words: str, tmp_path: Path) -> None:

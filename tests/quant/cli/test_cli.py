@@ -415,7 +415,7 @@ def test_a_bare_state_dict_is_quantized_weight_only(tmp_path: Path) -> None:
     [
         (None, "no such file or directory"),
         (b"", "the file is empty"),
-        (b"\x10\x00\x00\x00\x00\x00\x00\x00{}", "or a damaged one"),
+        (b"\x10\x00\x00\x00\x00\x00\x00\x00{}", "truncated or damaged"),
         (b"hello, world, this is a text", "unknown file type"),
         (b"PK\x03\x04 not really a zip", "archive"),
     ],
