@@ -54,10 +54,10 @@ def compiling(calls: LayerCalls, device: torch.device) -> Iterator[None]:
         yield
         return
     # It reads its input before it imports PyTorch, so that nobody waits for it. What it has not compiled, after an
-    # error too, or where no process can start, is compiled when it is needed.
+    # error too, or where no process can start, is compiled when it is needed. Imports pass over a Path in `sys.path`.
     read = "import sys; calls = sys.stdin.buffer.read(); from quant.run import compile_layers"
-    command = [sys.executable, "-P", "-c", f"{read}; compile_layers.run_on_zeros(calls)"]
-    environment, quiet = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, subprocess.DEVNULL
+    command, quiet = [sys.executable, "-P", "-c", f"{read}; compile_layers.run_on_zeros(calls)"], subprocess.DEVNULL
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if isinstance(x, str))}
     with ExitStack() as stack:
         with suppress(OSError):
             process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, env=environment)

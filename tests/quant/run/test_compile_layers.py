@@ -62,6 +62,7 @@ def _process(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_process_ends_with_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     begun = _process(monkeypatch)
+    monkeypatch.setattr(sys, "path", [*sys.path, Path("beside")])  # as notebooks do; imports pass over it
     with compiling(_calls(), torch.device("cpu")), compiling({}, _CUDA):
         assert not begun
     with compiling(_calls(), _CUDA):
