@@ -70,7 +70,7 @@ register(
     default=lambda x, weight, eps: _kernel("add_rmsnorm")(x, None, weight, eps)[0],
 )
 register(
-    "quant::swiglu",
+    "quant::silu_times_up",  # training has a `quant::swiglu`, perhaps in the same process
     "(Tensor both) -> Tensor",
     lambda both: both.new_empty(both.shape[0], both.shape[1] // 2),
     default=_kernel("swiglu"),
@@ -106,7 +106,7 @@ class BlockscaleSiluAndMul(SiluAndMul):
     """`silu(gate) · up`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.ops.quant.swiglu(x) if takes_rows(x) else super().forward(x)
+        return torch.ops.quant.silu_times_up(x) if takes_rows(x) else super().forward(x)
 
 
 def takes_columns(x: Tensor, dim: int) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -108,3 +110,13 @@ def test_an_expert_without_rows_has_scales_of_one() -> None:
         assert (error.abs() <= x[begin:end].t().abs() / 16 + own[:, None] * 2**-10).all()
     codes, scale = ops.e4m3_columns(x[:0], ends * 0, False, None)
     assert codes.shape == (40, 0) and (scale == 1).all()
+
+
+def test_each_op_is_defined_once() -> None:
+    # vLLM's plug-in and training may be in one process, and PyTorch refuses a second definition.
+    package, names = Path(quant.__file__).parents[1], []
+    for room in ("calibration", "export", "kernels", "quant"):
+        for file in sorted((package / room).rglob("*.py")):
+            text = file.read_text(encoding="utf-8")
+            names += re.findall(r'(?:register|library\.define)\(\s*"(quant::\w+)"', text)
+    assert len(names) > 30 and sorted(names) == sorted(set(names))
