@@ -192,11 +192,11 @@ def experts_node(rewriter: Any, node: Any) -> None:
     if first is not None and _in_integers(first):
         bits = first.element.bits
         zero = 0x88 if bits == 4 else 0x80  # added to two's complement
+        # CUDA's provider takes scales of x's dtype alone, a processor's FP32 as well; the node's are of one dtype.
+        stored = [scale.const_value.numpy() for scale in (up_scale, down_scale)]
+        is_exact = dtype == ir.DataType.FLOAT16 and all(np.array_equal(s, s.astype(np.float16)) for s in stored)
         for codes, scale, is_up in ((up, up_scale, True), (down, down_scale, False)):
             _change(codes, partial(_arranged, is_up=is_up, zero=zero), ir.DataType.UINT8)
-            # CUDA's provider takes scales of x's dtype alone, a processor's FP32 as well.
-            stored = scale.const_value.numpy()
-            is_exact = dtype == ir.DataType.FLOAT16 and np.array_equal(stored, stored.astype(np.float16))
             _change(scale, partial(_arranged, is_up=is_up, flat=bits == 8), dtype if is_exact else None)
         shares = add("Cast", shares, to=dtype)
         block = {"block_size": first.block[1]} if bits == 4 else {}

@@ -94,6 +94,19 @@ def test_tokens_are_those_of_the_checkpoint(
 
 
 @pytest.mark.slow
+def test_scales_of_one_node_have_one_dtype(tmp_path: Path) -> None:
+    done = quantized(tiny_models.qwen3_moe(dtype=torch.float16), "int4a16_g32")
+    for layer in done.model.model.layers:
+        layer.mlp.experts.gate_up_proj.scale[0, 0, 0] = 2.0**-20 * (1 + 2.0**-7)  # between two numbers of FP16
+    quant.export_model(done, "onnx", tmp_path / "onnx", capacity=0, dtype="fp16")
+    graph = onnx.load(tmp_path / "onnx" / "model.onnx").graph
+    kinds = {tensor.name: tensor.data_type for tensor in graph.initializer}
+    scales = [kinds[node.input[i]] for node in graph.node if node.op_type == "QMoE" for i in (3, 6)]
+    assert scales == [onnx.TensorProto.FLOAT] * 4
+    session(tmp_path / "onnx" / "model.onnx")
+
+
+@pytest.mark.slow
 def test_one_pass_has_attention_sinks(tmp_path: Path) -> None:
     done = quantized(gpt_oss(), "fp8@16bit")
     with pytest.raises(ValueError, match=r"window slides over 8 tokens.* with shapes=\"sequence=1:8:8\"") as refused:
