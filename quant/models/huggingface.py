@@ -353,7 +353,7 @@ def load_processor(path: Path) -> Any:
 
 def model_class(config: Any, where: str) -> Any:
     """Returns the class that `config.architectures` names; without any, the fullest that fits the config."""
-    transformers = require("transformers", "hf")
+    transformers, auto = require("transformers", "hf"), require("transformers.models.auto.modeling_auto", "hf")
     if (reference := _class_of_directory(config)) is not None:
         dynamic = require("transformers.dynamic_module_utils", "hf")
         with explained(where):
@@ -365,7 +365,10 @@ def model_class(config: Any, where: str) -> Any:
         with importing():  # transformers imports the file of a class when it is first named
             cls = getattr(transformers, name, None) if isinstance(name, str) else None
         if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
-            if not isinstance(config, getattr(cls, "config_class", None) or object):
+            # Types may borrow the class of another, as InternLM3 does Llama's; a table holds one name or several.
+            own = [table.get(config.model_type) for key, table in vars(auto).items() if key.endswith("MAPPING_NAMES")]
+            is_own = any(name == each or (isinstance(each, tuple) and name in each) for each in own)
+            if not is_own and not isinstance(config, getattr(cls, "config_class", None) or object):
                 named = f"architectures names {name}, no class of model_type {config.model_type}"
                 raise UserError(f"{where}: {named}; correct one of them in config.json")
             return cls

@@ -61,6 +61,20 @@ def test_a_config_that_is_no_models(changes: dict[str, Any], says: str, tmp_path
         assert str(folder) in result.output and says in result.output, result.output
 
 
+def test_a_model_type_that_borrows_a_class(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, "InternLM3Config"):
+        pytest.skip("this transformers has no InternLM3")
+    config = transformers.InternLM3Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    made = transformers.AutoModelForCausalLM.from_config(config)
+    made.save_pretrained(tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["model_type"] == "internlm3"
+    assert type(quant.open_model(tmp_path / "model").model) is type(made) is transformers.LlamaForCausalLM
+
+
 @pytest.mark.parametrize(
     "fields",
     [
