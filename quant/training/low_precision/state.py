@@ -371,23 +371,20 @@ def _by_ranks(owners: Iterable[tuple[Tensor, Any]], replicas: Iterable[Any]) -> 
     for wrapper in replicas:
         # Ranks that have run out of inputs make no step, so the others cannot meet them here.
         if not (isinstance(wrapper, DistributedDataParallel) and wrapper._join_config.enable):
-            groups_of_parameter |= {id(parameter): wrapper.process_group for parameter in wrapper.parameters()}
+            groups = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)  # of shards, and of their copies
+            groups_of_parameter |= {id(parameter): groups for parameter in wrapper.parameters()}
     by_ranks: dict[Any, list[Any]] = {}
     for parameter, owner in owners:
-        ranks: Any = getattr(parameter, "device_mesh", None) or groups_of_parameter.get(id(parameter))
-        if ranks is not None:
+        if (ranks := getattr(parameter, "device_mesh", None) or groups_of_parameter.get(id(parameter))) is not None:
             by_ranks.setdefault(ranks, []).append(owner)
-    return [
-        ([ranks] if isinstance(ranks, dist.ProcessGroup) else ranks.get_all_groups(), own)
-        for ranks, own in by_ranks.items()
-    ]
+    groups_of = {ranks: ranks if isinstance(ranks, tuple) else ranks.get_all_groups() for ranks in by_ranks}
+    return [([group for group in groups_of[ranks] if group is not None], own) for ranks, own in by_ranks.items()]
 
 
 def shard_groups(model: nn.Module, replicas: Iterable[Any]) -> list[Any]:
     """Returns the process groups over which FSDP's first version shards a model's gradients, as plain tensors."""
     shards = [wrapper for wrapper in replicas if not isinstance(wrapper, DistributedDataParallel)]
-    by_ranks = _by_ranks([(parameter, None) for parameter in model.parameters()], shards) if shards else []
-    return [group for groups, _ in by_ranks for group in groups]
+    return [one for groups, _ in _by_ranks([(p, None) for p in model.parameters() if shards], shards) for one in groups]
 
 
 def reduce_amax(layers: Iterable[Any], group: Any = None) -> None:

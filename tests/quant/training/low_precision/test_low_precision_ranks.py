@@ -353,3 +353,34 @@ def test_fsdp_of_the_first_version_agrees_too(tmp_path: Path) -> None:
     shard leave the others waiting.
     """
     run_ranks(_in_shards_of_plain_tensors, (str(tmp_path),), 2)
+
+
+def _in_copies_of_shards(rank: int, folder: str) -> None:
+    """One of four processes, of which two have the shards of one copy."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/meet", rank=rank, world_size=4, timeout=datetime.timedelta(seconds=120)
+    )
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+    groups = {ranks: dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))}
+    own = tuple(group for ranks, group in groups.items() if rank in ranks)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+    quant.to_low_precision_training(net.train(), "nvfp4")
+    model = FullyShardedDataParallel(
+        net, own, ShardingStrategy.HYBRID_SHARD, use_orig_params=True, device_id=torch.device("cpu")
+    )
+    model(torch.randn(16, 32) * (1 + 9 * (rank == 3))).square().mean().backward()
+    torch.optim.SGD(model.parameters(), 0.01).step()
+    with torch.no_grad():
+        output = model.eval()(torch.ones(4, 32).cumsum(0))
+    outputs = [torch.empty_like(output) for _ in range(4)]
+    dist.all_gather(outputs, output)
+    assert all(torch.equal(output, other) for other in outputs)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_copies_of_shards_agree_too(tmp_path: Path) -> None:
+    run_ranks(_in_copies_of_shards, (str(tmp_path),), 4)
