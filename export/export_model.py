@@ -697,10 +697,8 @@ def _cost_notes(job: ExportJob) -> list[str]:
 def _check_genai(job: ExportJob) -> None:
     """Raises UserError for a graph that no execution provider of onnxruntime-genai runs, or that has no tokenizer."""
     if job.capacity is not None or job.inputs is not None:
-        raise UserError(
-            f"{option('genai', True)}: its cache grows and its inputs are fixed; leave {option('capacity')} and "
-            f"{option('input')} out"
-        )
+        given = option("input" if job.capacity is None else "capacity")
+        raise UserError(f"{option('genai', True)}: its cache grows and its inputs are fixed; leave {given} out")
     # The library makes its tokenizer from this file. Exporting takes long enough to look for it before.
     if not (job.directory / "tokenizer.json").is_file():
         raise UserError(

@@ -87,7 +87,7 @@ class Hardware:
             has = ", ".join(f"{mode.watts} W" for mode in self.modes)
             able = ", ".join(gpu.name for gpu in GPUS.values() if gpu.modes)
             # Thor has modes too, whose clocks are not known here.
-            unknown = f"no power mode of {self.name} is known here, but of {able}"
+            unknown = f"no power mode of {self.name} is known here, but of {able}; leave it out"
             why = f"{self.name} has modes of {has}" if has else unknown
             raise UserError(f"{option('power', f'{watts:g}W')}: {why}")
         # Tensor cores work in proportion to the multiprocessors that are on, and to their clock.

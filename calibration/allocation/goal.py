@@ -225,7 +225,8 @@ class Goal:
         try:
             return get_timing(names[0], self.power) if names else None
         except ValueError as error:
-            raise UserError(f"{error}; or give a table of kernel times, FILE.json") from None
+            table = "" if isinstance(error, UserError) else "; or give a table of kernel times, FILE.json"
+            raise UserError(f"{error}{table}") from None
 
     @property
     def budget(self) -> Budget:

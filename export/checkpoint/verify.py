@@ -37,7 +37,7 @@ from quant.evaluation.evaluation import Fingerprint, fingerprint_problem
 from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.carry_over import CODES, main_dtype, source_tensors, unused_tensors
 from quant.export.checkpoint.convert import CARD, SOURCE_CARD
-from quant.export.checkpoint.files.layouts import plan_problems
+from quant.export.checkpoint.files.layouts import dtype_name, plan_problems
 from quant.export.checkpoint.files.names import StoredNames, cut_experts, stored_names
 from quant.export.checkpoint.files.tensor_file import CHECKSUMS, read_checksums, sha256_of
 from quant.export.checkpoint.files.tensors import TensorFiles, layer_tensor_names, read_layer, read_parts, weight_files
@@ -318,7 +318,8 @@ def _forward(subject: _Subject, failed: bool) -> Iterator[str]:
         try:
             problem = fingerprint_problem(model, expected)
         except TypeError as error:
-            raise _NotCheckedError(f"{type(model).__name__} {error}") from None
+            # What follows is for commands with options of attention and its cache.
+            raise _NotCheckedError(f"{type(model).__name__} {str(error).partition('; take ')[0]}") from None
     if problem:
         yield f"{subject.directory}: {problem}"
 
@@ -485,7 +486,7 @@ def _tensor_problem(pair: _Pair, name: str) -> str | None:
     if written.shape != original.shape:
         return f"is {list(written.shape)}, and {list(original.shape)} in the source"
     if written.dtype != original.dtype:
-        return f"is {_short(written.dtype)}, and {_short(original.dtype)} in the source"
+        return f"is {dtype_name(written.dtype)}, and {dtype_name(original.dtype)} in the source"
     return None if torch.equal(_bytes(written), _bytes(original)) else _OTHER_VALUES
 
 
@@ -515,7 +516,7 @@ def _why_changed(pair: _Pair, name: str, problem: str) -> str | None:
     """Returns the step that may have changed a tensor outside the weights that the plan quantizes."""
     if problem != _OTHER_VALUES:
         cast = main_dtype(pair.original) != stored_dtype(pair.model) and problem.startswith(("is float", "is bfloat"))
-        return f"the whole model was cast to {_short(stored_dtype(pair.model))}" if cast else None
+        return f"the whole model was cast to {dtype_name(stored_dtype(pair.model))}" if cast else None
     # A layer that a guard left in 16 bit was solved before, and what its solver folded into others stays there.
     layers = () if pair.plan is None else pair.plan.quantized if pair.plan.guard is None else pair.plan.layers
     ours = pair.names.of_model(name)
@@ -579,7 +580,3 @@ def _file_differences(pair: _Pair) -> Iterator[Difference]:
             yield Difference("files", name, "is missing", reason)
         elif not filecmp.cmp(file, written, shallow=False):
             yield Difference("files", name, "is not the file of the source", reason)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -144,9 +144,7 @@ def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
             raise ValueError(f"{option('shapes')}: {entry!r}: a shape is numbers joined by x, such as 1x128")
         shapes = [tuple(map(int, part.split("x"))) for part in values.split(":")]
         if len(shapes) not in (1, 3):
-            raise ValueError(
-                f"{option('shapes')}: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one that is all three"
-            )
+            raise ValueError(f"{option('shapes')}: {entry!r} has {len(shapes)} shapes; write MIN:OPT:MAX, or one")
         shapes = shapes if len(shapes) == 3 else shapes * 3
         if name in by_name:
             item = by_name[name]
@@ -159,9 +157,7 @@ def _named_ranges(text: str, inputs: Sequence[Input]) -> dict[str, Range]:
                 raise ValueError(f"{option('shapes')}: {entry!r}: {name} is one dimension; write {name}=1:128:512")
         for dim, low, best, high in zip(dims, *shapes, strict=True):
             if isinstance(dim, int) and {low, best, high} != {dim}:
-                raise ValueError(
-                    f"{option('shapes')}: {entry!r}: {item} is fixed at {dim} where {low}:{best}:{high} is asked"
-                )
+                raise ValueError(f"{option('shapes')}: {entry!r}: {item} is fixed at {dim}, not {low}:{best}:{high}")
             if isinstance(dim, str) and ranges.setdefault(dim, (low, best, high)) != (low, best, high):
                 raise ValueError(
                     f"{option('shapes')}: {dim} is {':'.join(map(str, ranges[dim]))} in one place and "

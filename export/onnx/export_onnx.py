@@ -29,6 +29,7 @@ from quant.base.json_files import JsonData, json_text, parse_json
 from quant.calibration.attention_names import model_configs, text_config
 from quant.calibration.attention_scales import AttentionScales
 from quant.calibration.evaluating import without_cache
+from quant.export.checkpoint.files.layouts import dtype_name
 from quant.export.onnx import decoder_graph, limits
 from quant.export.onnx.dynamic_shapes import SEQUENCE, dimension_ranges
 from quant.export.onnx.expert_nodes import experts_as_ops
@@ -118,7 +119,7 @@ def write_onnx(
     rounded = [n for n, x in model.named_modules() if isinstance(x, QuantLinear) and x.weight_format.gguf]
     record = ExportRecord(
         dtypes=parameter_dtypes(model), capacity=capacity, genai=genai, runtime=runtime, versions=tracer_versions(),
-        inputs={name: [_short(x.example.dtype), list(x.example.shape), list(x.dims)] for name, x in examples},
+        inputs={name: [dtype_name(x.example.dtype), list(x.example.shape), list(x.dims)] for name, x in examples},
         shapes=[shapes] if isinstance(shapes, str) else list(shapes or ()) or None,
         kv_cache=None if kv_cache is None else kv_cache.name,
         head=next((name for name in rounded if name not in planned or planned[name].weight is None), None),
@@ -181,7 +182,7 @@ def tracer_versions() -> dict[str, str]:
 
 def parameter_dtypes(model: nn.Module) -> list[str]:
     """Returns the dtypes of a model's parameters, which are not quantized."""
-    return sorted({_short(tensor.dtype) for tensor in model.parameters() if tensor.dtype.is_floating_point})
+    return sorted({dtype_name(tensor.dtype) for tensor in model.parameters() if tensor.dtype.is_floating_point})
 
 
 def own_metadata(file: Any) -> dict[str, str]:
@@ -217,10 +218,6 @@ def _recorded_scales(scales: Mapping[str, AttentionScales] | None) -> dict[str, 
         ]
         for name, module in (scales or {}).items()
     }
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _arguments(model: nn.Module, inputs: Mapping[str, decoder_graph.GraphInput]) -> tuple[Any, ...] | dict[str, Any]:

@@ -103,7 +103,8 @@ def check_kv_format(format: Format | None, dim: int) -> None:
     if format is not None and format.name not in KV_FORMATS:
         raise ValueError(f"KV cache: no format {format}; known: {', '.join(KV_FORMATS)}, or None for 16 bit")
     if dim % 16 or not 0 < dim <= MAX_DIM:
-        raise ValueError(f"KV cache: head dimension {dim}; it must be a multiple of 16, at most {MAX_DIM}; take 16bit")
+        takes = f"it must be a multiple of 16, at most {MAX_DIM}"
+        raise ValueError(f"KV cache: head dimension {dim}; {takes}; take {option('kv_cache', '16bit')}")
 
 
 def encode_kv(x: Tensor, format: Format, scale: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -157,7 +157,8 @@ def _verify(
     try:
         arguments = typed(dict[str, Any], json.loads(engine or "{}"), "--engine")
     except ValueError as error:
-        raise UserError(f"--engine: no JSON object of arguments ({error})") from None
+        what = str(error).removeprefix("--engine: ")
+        raise UserError(f"--engine: no JSON object of arguments, such as '{{\"seed\": 1}}' ({what})") from None
     with status(f"verifying {directory}", quiet or as_json):
         model = call_factory(model_factory) if model_factory else None
         result = verify(directory, model, source=source, runtime=runtime, engine=arguments)

@@ -25,6 +25,7 @@ from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.base.weight_layout import is_prepacked
 from quant.kernels.linear.quant_linear import QuantLinear
+from quant.models.gguf_architectures import head_dim
 
 FAMILIES = tuple(f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3"))
 """Classes of transformers whose layers `Decoder` can compute."""
@@ -141,7 +142,7 @@ def decoder_refusal(model: nn.Module) -> str:
         (_gate(config) not in _GATES, f"its MLP is gated by {_gate(config)}"),
         (not ropes <= set(_ROPES), f"its rotary embedding is {', '.join(sorted(ropes))}"),
         (getattr(config, "use_bidirectional_attention", False), "its attention looks ahead"),
-        (_head_dim(config) % 16 or _head_dim(config) > MAX_DIM, f"its head dimension is {_head_dim(config)}"),
+        (head_dim(config) % 16 or head_dim(config) > MAX_DIM, f"its head dimension is {head_dim(config)}"),
         (bool(options), f"its generation config sets {', '.join(sorted(options))}"),
     ):
         if wrong:
@@ -306,7 +307,7 @@ class _Layer:
             norms = _of_norm(attention.q_norm), _of_norm(attention.k_norm)
             self.of_heads = {**norms[0], "norms": (norms[0]["weight"], norms[1]["weight"])}
             del self.of_heads["weight"]
-        dim = _head_dim(config)
+        dim = head_dim(config)
         shape = (pages, config.num_key_value_heads, _PAGE, dim)
         k, v = (torch.zeros(shape, device=layer.input_layernorm.weight.device, dtype=dtype) for _ in range(2))
         self.pages = KVPages(k, v, None, dim)
@@ -363,7 +364,3 @@ def _gate(config: Any) -> str:
 
 def _device(model: nn.Module) -> torch.device:
     return model.model.norm.weight.device  # type: ignore[union-attr, return-value]
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

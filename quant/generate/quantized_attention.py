@@ -304,7 +304,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, scales: KVScales | None, fp8: bool, 
     room = next((size for size in DIMS if size >= dim), None)
     if room is None:
         raise UserError(
-            f"head dimension {dim}: quantized attention and KV caches take at most {DIMS[-1]}; take "
+            f"it has heads of {dim}, and quantized attention and KV caches take at most {DIMS[-1]}; take "
             f"{option('attention', '16bit')} and {option('kv_cache', '16bit')}"
         )
     on_gpu = q.is_cuda and (fp8 or dtype is not torch.float32)

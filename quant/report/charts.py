@@ -259,7 +259,7 @@ def usage(report: Report, plan: Plan) -> Section | None:
     if report.kv_cache is None:
         return None
     trust = " --trust-remote-code" if "--trust-remote-code" in report.command else ""
-    rows = [("try it", f'quant generate . --prompt "The capital of France is"{cache_flag(plan)}{trust}')]
+    rows = [("try it", f'quant generate . --prompt "The capital of France is"{cache_flag(report, plan)}{trust}')]
     conv1d = next((f"{layer.name}: its weight is a Conv1D's" for layer in plan.quantized if layer.transposed), None)
     problem = conv1d or first_problem(plan, "vllm")
     if problem is None:

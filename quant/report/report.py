@@ -14,12 +14,15 @@ from quant.base.errors import UserError, listed
 from quant.base.json_files import JsonData, read_json, typed, write_json
 from quant.base.processor import peak_rss
 from quant.calibration.allocation.goal import AllocationRecord
+from quant.calibration.attention_names import text_config
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.sensitivity.costs import mixed_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.evaluation.evaluation import Evaluation, Examples, Fingerprint
 from quant.export.checkpoint.files.tensor_file import sha256_of
+from quant.kernels.attention.kv_pages import MAX_DIM
 from quant.models.files import companion_files
+from quant.models.gguf_architectures import head_dim
 from quant.recipes.plan import PLAN_FILE, Plan
 
 SCHEMA_VERSION = 1
@@ -73,6 +76,7 @@ class KVCache(JsonData):
     nbytes: int  # over all layers, in the plan's format
     context: int  # tokens in a sequence
     batch: int  # sequences
+    width: int = 0  # values of a head, where our kernels hold none of that width
 
 
 @dataclass(frozen=True)
@@ -250,4 +254,8 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
     goal = plan.provenance.get("allocation", {}).get("goal", {})
     context, batch = goal.get("context", 4096), goal.get("batch", 1)
     nbytes = mixed_cache_bytes(config, context, batch, plan)
-    return KVCache(nbytes, context, batch) if nbytes else None
+    if not nbytes:
+        return None
+    layers = getattr(text := text_config(config), "per_layer_config", None) or [text]
+    widths = {head_dim(layer) for layer in layers if getattr(layer, "num_attention_heads", None)}
+    return KVCache(nbytes, context, batch, max((x for x in widths if x % 16 or x > MAX_DIM), default=0))

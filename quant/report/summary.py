@@ -13,6 +13,7 @@ from quant.calibration.layer_result import LayerResult
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
+from quant.kernels.attention.kv_pages import MAX_DIM
 from quant.models.files import read_fields
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
@@ -179,10 +180,11 @@ WITHOUT_VOCABULARY = (
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "tekken.json")
 
 
-def cache_flag(plan: Plan) -> str:
-    """Returns what `quant generate` needs where latent attention, whose keys and values differ in shape, is planned."""
+def cache_flag(report: Report, plan: Plan) -> str:
+    """Returns what `quant generate` needs where our cache is not the planned one: of latent vectors, or by width."""
     is_latent = any(layer.name.endswith(".kv_a_proj_with_mqa") for layer in plan.layers)
-    return " --kv-cache 16bit" if plan.kv_cache is not None and is_latent else ""
+    is_held = report.kv_cache is None or not report.kv_cache.width
+    return "" if plan.kv_cache is None or (is_held and not is_latent) else " --kv-cache 16bit"
 
 
 def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
@@ -207,8 +209,9 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     if report.evaluation is None:
         lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
     path, original = quoted(directory), quoted(report.model)
-    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{cache_flag(plan)}{flag}')
-    lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}{flag}")
+    lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{cache_flag(report, plan)}{flag}')
+    cache = "" if report.kv_cache is None or report.kv_cache.width <= MAX_DIM else cache_flag(report, plan)
+    lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}{cache}{flag}")
     # As the model card has it, which knows the model's class too.
     card = directory / "README.md"
     if card.is_file() and "$ vllm serve" in card.read_text(encoding="utf-8"):

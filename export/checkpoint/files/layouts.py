@@ -54,7 +54,7 @@ def matrix_problems(
     for name in expected.keys() & tensors.keys():
         tensor, dtypes = tensors[name], expected[name].dtypes or _FLOATS
         if tensor.dtype not in dtypes:
-            yield name, f"is {_named(tensor.dtype)}; {format} has {' or '.join(map(_named, dtypes))}"
+            yield name, f"is {dtype_name(tensor.dtype)}; {format} has {' or '.join(map(dtype_name, dtypes))}"
         elif problem := _shape_problem(name, tensor, expected[name]) or _value_problem(name, tensor, format, shape):
             yield name, problem
 
@@ -92,7 +92,7 @@ def _value_problem(name: str, tensor: Tensor, format: Format, shape: tuple[int, 
 def scale_problem(scale: Tensor) -> str | None:
     """Returns the fault of float scales that are not all positive and finite."""
     if scale.dtype not in _FLOATS:
-        return f"is {_named(scale.dtype)}, expected a float"
+        return f"is {dtype_name(scale.dtype)}, expected a float"
     if is_positive(scale):
         return None
     if scale.numel() == 1:
@@ -110,7 +110,8 @@ def value_problem(tensor: Tensor, *, is_buffer: bool = False) -> str | None:
     return f"holds {int(wide.isnan().sum()):,} values that are NaN and {int(wide.isinf().sum()):,} that are infinite"
 
 
-def _named(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """Returns the name of a dtype without its module: `float16`."""
     return str(dtype).removeprefix("torch.")
 
 

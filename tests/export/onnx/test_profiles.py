@@ -34,7 +34,7 @@ def test_profiles(text: str, expected: str) -> None:
         ("input_ids=1:2:3", r"input_ids \[batch, sequence\] has 2 dimension"),
         ("input_ids=1x4:1x2:1x8", "sequence is 4:2:8; write it as MIN:OPT:MAX, ascending"),
         ("input_ids=1x1:1x2", "has 2 shapes"),
-        ("mask=1x3x4", "fixed at 1 where 3:3:3 is asked"),
+        ("mask=1x3x4", "is fixed at 1, not 3:3:3"),
         ("input_ids=1x8,mask=1x1x9", "sequence is 8:8:8 in one place and 9:9:9 in another"),
         ("ids=1x8", r"no input or dimension 'ids'; the model's inputs are input_ids \[batch, sequence\]"),
         ("sequence=1x8", "sequence is one dimension"),

@@ -146,7 +146,10 @@ def test_the_cache_is_that_of_the_goal() -> None:
     config = LlamaConfig(**sizes, architectures=["LlamaForCausalLM"])
     goal = {"allocation": {"goal": {"context": 1000, "batch": 4}}}
     found = kv_cache_of(config, Plan((), provenance=goal))
-    assert found == KVCache(3 * 2 * (2 * 8) * 2 * 4000, 1000, 4)  # layers × (K and V) × heads × width × bytes × tokens
+    # layers × (K and V) × heads × width × bytes × tokens; our cache holds no heads of 8
+    assert found == KVCache(3 * 2 * (2 * 8) * 2 * 4000, 1000, 4, width=8)
+    wide = LlamaConfig(**sizes, head_dim=64, architectures=["LlamaForCausalLM"])
+    assert kv_cache_of(wide, Plan(())) == KVCache(3 * 2 * (2 * 64) * 2 * 4096, 4096, 1)
     halved = kv_cache_of(config, Plan((), kv_cache=get_format("fp8")))
     assert halved is not None and (halved.context, halved.batch) == (4096, 1)
     assert halved.nbytes == pytest.approx(found.nbytes * 4096 / 4000 / 2, rel=1e-3)
