@@ -71,7 +71,7 @@ def attention(
     Args:
         q: `[batch, heads, seq_q, dim]`, E4M3 with scales, or BF16 or FP16 without; any strides.
         k, v: `[batch, kv_heads, seq_kv, dim]`, of q's dtype; `kv_heads` divides `heads`. Between packed sequences in 16
-            bit on Hopper, NaN in V also reaches the sequence before its own.
+            bit on Hopper, NaN in V also reaches the sequence before its own; from a head's first, another head's last.
         return_lse: whether to return the log-sum-exp of each query's scores, too, float32 `[batch, heads, seq_q]`.
             Attention over parts of the keys is merged by it. A query that sees no key has zeros, and −inf there.
         keywords: see `AttentionOptions`.

@@ -185,7 +185,7 @@ def distill(
         UserError: the vocabularies, or the widths of hidden states, differ; the student is not a causal language model,
             or its hidden states are rotated; a cached teacher has not read these rows, or they are padded on the left.
             For a checkpoint also: it is not quantized, the teacher has another tokenizer, the data is too short, `out`
-            is in the way, or training multiplied the loss by ten; nothing has been written.
+            is in the way, or training raised the loss tenfold, or of held-out rows at four rates; nothing was written.
     """
     if isinstance(student, nn.Module):
         if out is not None or options.keys() - {"temperature", "hidden"}:
