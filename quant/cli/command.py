@@ -381,7 +381,7 @@ class Command(click.Command):
             rest = super().parse_args(ctx, args)
             # bash does not expand --out=~/DIR, and cmd no ~ at all: a directory named ~ would be written.
             ctx.params |= {name: path.expanduser() for name, path in ctx.params.items() if isinstance(path, Path)}
-            for name in {"calib", "data", "eval_texts", "texts"} & ctx.params.keys():
+            for name in {"calib", "data", "eval_texts", "own_tasks", "texts"} & ctx.params.keys():
                 ctx.params[name] = tuple(type(text)(os.path.expanduser(text)) for text in ctx.params[name])
             return rest
         except click.BadParameter as error:

@@ -105,7 +105,7 @@ class AllocationRequest:
         path, sign, share = self.min_task.partition(">=")
         try:
             if path and sign:
-                return Path(path.strip()), parse_quantity(share, "ratio")
+                return Path(path.strip()).expanduser(), parse_quantity(share, "ratio")
         except ValueError:
             pass
         raise UserError(f"--min-task {self.min_task!r}: write it as 'FILE.jsonl>=0.97'")

@@ -22,6 +22,7 @@ from samples import write_short_base
 from quant.base.errors import quoted
 from quant.cli.main import main
 from quant.models.files import check_links, read_fields, safetensors_file
+from quant.run.request import AllocationRequest
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other permissions, links and shells")
 
@@ -119,6 +120,9 @@ def test_texts_under_the_home_directory(tmp_path: Path, monkeypatch: pytest.Monk
         code, output = run("quantize", "~/model", "--format", "int8", f"--calib={calib}", "--calib-samples", "2",
                            "--seqlen", "16", "--out", "~/stored", "--overwrite")  # fmt: skip
         assert code == 0, output
+    code, output = run("evaluate", "~/stored", "--task=~/none.jsonl")
+    assert code == 2 and str(tmp_path / "none.jsonl") in output, output
+    assert AllocationRequest(min_task="~/none.jsonl>=0.9").task == (tmp_path / "none.jsonl", 0.9)
 
 
 def test_the_address_of_a_model() -> None:
