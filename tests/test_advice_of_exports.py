@@ -107,6 +107,7 @@ COMMANDS = {
         "this model has no output head; leave that out", ""),
     "a teacher in the checkpoint": (DISTILL, "--cache-teacher {out}/teacher",
         "lies in --out, whose files belong to the checkpoint; name another\n", "--cache-teacher {out}.teacher"),
+    "a rate that is too large": (DISTILL, "--lr 1", "so nothing was written; lower --lr (it was 1)\n", "--lr 1e-9"),
     "a module without a config": ("check {case}/bare", "", "name its module with --model-factory", FACTORY),
     "arguments that are no JSON": ("check {case}/stored", "--engine {{", "such as '{\"seed\": 1}' (", "--engine {{}}"),
     "arguments that are no object": ("check {case}/stored", "--engine []",
@@ -237,3 +238,27 @@ def test_names_that_a_refused_call_lists_work(tmp_path: Path) -> None:
         quantized_attention(model, attention="int8").__enter__()
     with torch.no_grad(), quantized_attention(model, attention="fp8"):
         assert model(ids).logits.isfinite().all()
+
+
+@pytest.mark.slow
+def test_engines_are_built_and_checked_as_advised(case: Path, tmp_path: Path) -> None:
+    """FP8 attention of TensorRT has a smallest sequence; and a file that is no engine is exported as `check` says."""
+    pytest.importorskip("tensorrt_rtx", reason="needs the extra [tensorrt-rtx]")
+    followed(case, f"plan make {{case}}/held64 --format fp8 --attention fp8 {DATA} --out {{out}}", tmp_path / "a.json")
+    followed(case, f"quantize {{case}}/held64 --plan {tmp_path}/a.json {DATA} --out {{out}}", tmp_path / "stored")
+    export = f"export {tmp_path}/stored --to tensorrt --target sm120 --dtype fp16 {DATA} --out {{out}} --shapes "
+    for capacity, shapes, says in (
+        (64, "sequence=8:16:48", "needs one token or at least 32: start it there, or export with --attention none"),
+        (0, "sequence=8:48:64", "needs at least 32: start it there, or export with --attention none"),
+    ):
+        engine = tmp_path / f"{capacity}.engine"
+        refused = run(case, f"{export}{shapes} --capacity {capacity}", engine)
+        assert refused.exit_code == 2 and says in refused.stderr, refused.output
+        started = shapes.replace("=8:16", "=32:40").replace("=8:", "=32:")
+        followed(case, f"{export}{started} --capacity {capacity}", engine)
+    without = export.replace(DATA, "--attention none")
+    followed(case, f"{without}{shapes} --capacity 0", tmp_path / "none.engine")
+    (tmp_path / "other.engine").write_bytes(bytes(range(64)))
+    refused = run(case, "check {out}", tmp_path / "other.engine")
+    assert refused.exit_code == 2 and "no compiled program found in it; `quant check` reads" in refused.stderr
+    followed(case, "check {out}", tmp_path / "none.engine")

@@ -31,9 +31,9 @@ def is_pipeline(path: str | Path) -> bool:
     return (Path(path) / INDEX).is_file()
 
 
-def is_quantized(path: Path) -> bool:
-    """Returns whether this toolkit has quantized a pipeline, some component or all."""
-    return (path / DENOISING).is_file() or any(path.glob(f"*/{PLAN_FILE}"))
+def quantized_by(path: Path) -> Path | None:
+    """Returns the file which says that this toolkit has quantized a pipeline, some component or all; None without."""
+    return next((file for file in (path / DENOISING, *path.glob(f"*/{PLAN_FILE}")) if file.is_file()), None)
 
 
 def components_of(path: Path) -> list[str]:

@@ -89,8 +89,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
     request.check()
     request.check_destination()
     path = find_model(str(request.model))
-    if pipelines.is_quantized(path):
-        raise UserError(f"{path}: is quantized already ({DENOISING}); give the original pipeline")
+    if (file := pipelines.quantized_by(path)) is not None:
+        raise UserError(f"{path}: is quantized already ({file.relative_to(path)}); give the original pipeline")
     names = pipelines.models_to_quantize(path, request.components)
     device = find_device(request.device)
     compile_solver(request, device)  # while diffusers is imported

@@ -434,6 +434,24 @@ def test_bad_input_is_one_line_with_the_way_out(pipeline: Callable[[str], Path],
     assert pipelines.models_to_quantize(source, "transformer, transformer") == ["transformer"]
 
 
+def test_a_pipeline_with_a_quantized_component(prompts: Path, tmp_path: Path) -> None:
+    """Quantized by us, the file that says so is named; by another tool, the other components are quantized."""
+    source = tiny_pipeline("SD3", tmp_path / "source")
+    encoder = pipelines.open_pipeline(source).text_encoder
+    quant.quantize(encoder, "fp8_channel", solver="rtn")
+    shutil.rmtree(source / "text_encoder")
+    quant.save(encoder, None, source / "text_encoder")
+    arguments = (source, "--format", "fp8_channel", "--calib", prompts, *_STEPS, "--out", tmp_path / "out")
+    plan = source / "text_encoder" / "plan.json"
+    says = f"error: {source}: is quantized already ({plan.relative_to(source)}); give the original pipeline\n"
+    assert _quantize(*arguments).output == says
+    plan.unlink()
+    result = _quantize(*arguments, "--components", "text_encoder")
+    assert "(compressed-tensors); give the pipeline in 16 bit, or name other components with --comp" in result.output
+    assert _quantize(*arguments, "--components", "transformer").exit_code == 0
+    assert (tmp_path / "out" / "denoising.json").is_file()
+
+
 def test_weights_in_a_variant_are_told_from_the_plain_ones(
     pipeline: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
