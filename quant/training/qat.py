@@ -599,8 +599,8 @@ def _refuse_partial(name: str, module: nn.Module, reload: str) -> None:
             f"{name}: its weight is computed from other parameters (pruning, a parametrization); make it a parameter "
             "first, with torch.nn.utils.prune.remove or parametrize.remove_parametrizations"
         )
-    # Only a DTensor has this method; FSDP2 shards parameters as DTensors.
-    if hasattr(module.weight, "full_tensor"):
+    # Only a DTensor has this method; FSDP2 shards parameters as DTensors, and FSDP's first version as vectors.
+    if hasattr(module.weight, "full_tensor") or module.weight.dim() == 1:
         raise UserError(
             f"{name}: its weight is sharded (FSDP); gather the state with torch.distributed.checkpoint.state_dict."
             f"get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), load {reload}"

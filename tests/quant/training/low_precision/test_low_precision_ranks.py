@@ -309,11 +309,12 @@ def _in_shards_of_plain_tensors(rank: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", f"file://{folder}/meet", rank=rank, world_size=2, timeout=datetime.timedelta(seconds=60)
     )
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     cpu = torch.device("cpu")
     net = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
-    quant.to_low_precision_training(net.train(), "nvfp4")
+    report = quant.to_low_precision_training(net.train(), "nvfp4")
     hidden = copy.deepcopy(net)
     model = FullyShardedDataParallel(net, use_orig_params=True, device_id=cpu)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -336,6 +337,14 @@ def _in_shards_of_plain_tensors(rank: int, folder: str) -> None:
     with pytest.raises(quant.UserError, match=r"gradient holds NaN or infinity.*no weight was changed"):
         optimizer.step()
     assert all(map(torch.equal, before, model.parameters()))
+
+    with pytest.raises(quant.UserError, match=r"^0: its weight is sharded \(FSDP\); gather the state"):
+        quant.pack(net)
+    options = StateDictOptions(full_state_dict=True)  # as the message says
+    plain = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 32))
+    quant.to_low_precision_training(plain, "nvfp4").load_state_dict(report.state_dict())
+    plain.load_state_dict(get_model_state_dict(model, options=options))
+    assert len(quant.pack(plain).quantized) == 2 and plain[0].weight.shape == (32, 32)
 
     model = FullyShardedDataParallel(hidden, use_orig_params=False, device_id=cpu)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
