@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import tiny_models
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from samples import write_short_base
+from samples import ROOT, write_short_base
 
 import quant
 from quant.cli.main import main
@@ -60,6 +61,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, width in (("wide320", 320), ("odd24", 24), ("held64", 64)):
         model = tiny_models.llama(num_hidden_layers=1, head_dim=width, vocab_size=vocabulary)
         with_tokenizer(model, case / name, case / "model")
+    bloom = tiny_models.build("Bloom", "ForCausalLM", tiny_models.DECODER, vocab_size=vocabulary)
+    with_tokenizer(bloom, case / "bloom", case / "model")
     tiny_models.bert().save_pretrained(case / "bert")
     cache = f"--kv-cache fp8 {DATA} --effort 0"
     for command in (
@@ -124,6 +127,8 @@ COMMANDS = {
         "256; take --attention 16bit and --kv-cache 16bit\n", "--attention 16bit --kv-cache 16bit"),
     "a cache of such heads": ("generate {case}/wide --prompt hi --max-new-tokens 2", "",
         "it must be a multiple of 16, at most 256; take --kv-cache 16bit\n", "--kv-cache 16bit"),
+    "an attention of its own": ("generate {case}/bloom --prompt hi --max-new-tokens 2", "--kv-cache fp8",
+        "BloomForCausalLM: found attention of 0 of 2 layers; generate with --kv-cache 16bit\n", "--kv-cache 16bit"),
     "a file that is there": ("export {case}/eight --to gguf", "--out {case}/taken.gguf", "or choose another --out\n",
         "--out {out}.gguf"),
     "an option of another kind": ("export {case}/stored --to modelopt --out {out}", "--capacity 32",
@@ -258,7 +263,21 @@ def test_engines_are_built_and_checked_as_advised(case: Path, tmp_path: Path) ->
         followed(case, f"{export}{started} --capacity {capacity}", engine)
     without = export.replace(DATA, "--attention none")
     followed(case, f"{without}{shapes} --capacity 0", tmp_path / "none.engine")
+    export = f"export {tmp_path}/stored --to onnx --target onnxruntime --out {{out}}"
+    refused = run(case, export, tmp_path / "onnx")
+    assert refused.exit_code == 2 and refused.stderr.endswith(" run it (--to tensorrt), or pass --attention none\n")
+    followed(case, f"{export} --attention none", tmp_path / "onnx")
     (tmp_path / "other.engine").write_bytes(bytes(range(64)))
     refused = run(case, "check {out}", tmp_path / "other.engine")
     assert refused.exit_code == 2 and "no compiled program found in it; `quant check` reads" in refused.stderr
     followed(case, "check {out}", tmp_path / "none.engine")
+
+
+def test_the_extra_that_is_named_has_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quant.export.onnx import limits
+
+    monkeypatch.setattr(limits.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs the package `onnxruntime`: pip install .*\[onnx\]"):
+        limits.loaded(Path("model.onnx"))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert any(re.match(r"onnxruntime\b(?!-)", package) for package in extras["onnx"])
