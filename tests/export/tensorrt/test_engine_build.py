@@ -174,6 +174,16 @@ def test_fp8_attention_of_one_query_takes_any_number_of_keys(graphs: Any, build:
         build(graphs.attention("queries", keys="keys"), shapes="keys=31:64:128")
 
 
+def test_a_fixed_sequence_is_padded_or_attends_in_16_bit(graphs: Any, build: Callable[..., Any]) -> None:
+    """Both ways out of the refusal."""
+    for sequence, found in ((32, "fp8"), (16, "half")):
+        engine = build(graphs.attention(sequence, quantized=found == "fp8"))
+        (finding,) = audit(engine.path, attention=found, attention_nodes=engine.contents["attention_nodes"])
+        assert (finding.found, finding.passed) == (found, True)
+    with pytest.raises(ValueError, match="16; TensorRT fuses it for one query, or from 32 on: pad the sequence, or ex"):
+        build(graphs.attention(16))
+
+
 def test_files_that_are_no_model(tmp_path: Path, machine: Callable[..., None]) -> None:
     pytest.importorskip("onnx", reason="needs the extra [onnx]")
     machine("tensorrt_rtx")
