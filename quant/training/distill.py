@@ -419,7 +419,7 @@ def _train(
             progress=lambda done, total, _: progress("train", done, total), held_out=held_out,
         )  # fmt: skip
         ruined = max(_RUINED * trained.before, _NEGLIGIBLE)
-        if trained.after <= (ruined if held_out is None else _WORSE * trained.before):
+        if trained.after <= (ruined if held_out is None else max(_WORSE * trained.before, train_loop.NOISE)):
             break
         judged = "its first rows" if held_out is None else "held-out rows"
         rose = f"raised the loss of {judged} from {loss_text(trained.before)} to {loss_text(trained.after)}"

@@ -33,6 +33,7 @@ _JUDGED = 6  # steps whose seconds are compared before the recording is kept for
 # squared gradients sooner than torch's 0.999, whose average would span more steps than a whole run has.
 _WARM_UP, _CLIP, _BETAS = 0.05, 1.0, (0.9, 0.95)
 _RISEN = 1.25  # times the loss of held-out rows before training: no later step makes up for that
+NOISE = 1e-3  # nats: a held-out loss below it, as of near-lossless formats, tells no rate from another
 
 Loss = Callable[[Tensor], Tensor]
 
@@ -174,7 +175,7 @@ def train(
         if step == steps or (held_out is not None and step % -(-steps // 10) == 0):
             with torch.no_grad():
                 after = _finite(passes.of(judged).item(), step, rate)
-            if after > _RISEN * before:
+            if after > max(_RISEN * before, NOISE):
                 break
     replayed = passes.replays
     passes.close()
