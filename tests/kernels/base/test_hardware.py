@@ -169,7 +169,9 @@ def test_a_power_mode_slows_tensor_cores_and_memory() -> None:
         204.8e9 * 2133 / 3200, rel=1e-3
     )
     for name in ("h100", "thor"):
-        with pytest.raises(UserError, match=f'^power="300W": no power mode of {name} is known here, but of orin$'):
+        with pytest.raises(
+            UserError, match=f'^power="300W": no power mode of {name} is known here, but of orin; leave it out$'
+        ):
             GPUS[name].at_power(300)
     with pytest.raises(UserError, match="orin has modes of 15 W, 30 W, 50 W"):
         orin.at_power(40)

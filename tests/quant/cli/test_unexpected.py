@@ -6,7 +6,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,15 @@ def test_a_torch_that_cannot_be_imported_is_named(kind: str, tmp_path: Path) -> 
     assert result.stderr.strip() == f"error: PyTorch cannot be imported ({reason}); {way_out}"
 
 
+@pytest.fixture
+def _heard() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt; a shell's jobs in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_heard")
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signals")
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
 @pytest.mark.parametrize("answer", [RecursionError("while an import was interrupted"), None])
