@@ -40,7 +40,7 @@ from quant.calibration.outputs.logits import run_probe
 from quant.calibration.ranks import from_first
 from quant.calibration.session import Session, is_visited, placed
 from quant.calibration.solvers.registry import get_pipeline
-from quant.calibration.texts.rows import chat_ids, cut_rows, start_token
+from quant.calibration.texts.rows import chat_ids, check_ids, cut_rows, start_token
 from quant.calibration.texts.self_written import first_token, generate_rows
 from quant.recipes.plan import LayerPlan, Plan
 from quant.recipes.plan_make import without_data
@@ -75,6 +75,8 @@ def mixture_rows(
         stock = {name: _pieces(name, tokenizer, length, start, end) for name in SHARES if name != OWN}
         for pieces in stock.values():
             generator.shuffle(pieces)
+            if model is not None and pieces:
+                check_ids(torch.cat(pieces), model)  # of another tokenizer: a GPU would end the process
     # Samples first: the model then writes as many tokens as they leave open.
     parts = _first_pieces(stock, _apportioned(-(-needed // length), SHARES), length)
     why_not = "no model that writes" if model is None else why_not

@@ -127,6 +127,16 @@ def test_samples_stand_in_where_the_model_does_not_write() -> None:
         mixed(8, model=None, tokenizer=None)
 
 
+def test_samples_of_another_tokenizer_are_refused() -> None:
+    """A model with fewer embeddings than the tokenizer has tokens: a GPU would end the process at the look-up."""
+    model = Upwards()
+    model.get_input_embeddings = lambda: nn.Embedding(100, 8)  # type: ignore[assignment]
+    with pytest.raises(
+        ValueError, match=r"token id \d+ is outside the model's vocabulary of 100; the ids were made with"
+    ):
+        mixed(8, model=model)
+
+
 def test_own_text_alone() -> None:
     for options in ({"tokenizer": None}, {"own_only": True}):
         rows, record = mixed(3, 40, **options)
