@@ -31,6 +31,12 @@ def check(op: Callable[..., Any], *arguments: Any) -> None:
     torch.library.opcheck(op, arguments, test_utils="test_faketensor")
 
 
+def quantized(kind: type[nn.Conv2d], activation: str | None) -> QuantConv:
+    module = kind(8, 16, 3, stride=2)
+    weight = quantize(weight_of_conv(module), FORMATS["fp8_channel"])
+    return QuantConv(weight, module, INPUT_FORMATS[activation] if activation else None)
+
+
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_group", "int8_token", "fp8"])
 @pytest.mark.parametrize("columns", [64, 33])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -60,9 +66,7 @@ def test_blocks_of_e4m3() -> None:
 @pytest.mark.parametrize("activation", [None, "fp8_token"])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_convolutions_of_channels_last(kind: type[nn.Conv2d], activation: str | None) -> None:
-    module = kind(8, 16, 3, stride=2)
-    weight = quantize(weight_of_conv(module), FORMATS["fp8_channel"])
-    conv = QuantConv(weight, module, INPUT_FORMATS[activation] if activation else None)
+    conv = quantized(kind, activation)
     for x in (torch.randn(2, 8, 7, 7), torch.randn(2, 8, 7, 7).to(memory_format=torch.channels_last)):
         check(
             ops.conv.default, x, conv.codes, conv.scale, conv.bias, None, "fp8_channel", activation or "", conv.stride,
@@ -73,9 +77,7 @@ def test_convolutions_of_channels_last(kind: type[nn.Conv2d], activation: str | 
 @pytest.mark.parametrize("activation", [None, "fp8_token"])
 @pytest.mark.parametrize("kind", [nn.Conv2d, nn.ConvTranspose2d])
 def test_compiled_convolutions_have_the_gradients_of_eager_ones(kind: type[nn.Conv2d], activation: str | None) -> None:
-    module = kind(8, 16, 3, stride=2)
-    weight = quantize(weight_of_conv(module), FORMATS["fp8_channel"])
-    conv = QuantConv(weight, module, INPUT_FORMATS[activation] if activation else None)
+    conv = quantized(kind, activation)
     conv.bias.requires_grad_()
     dense = kind(8, 16, 3, stride=2)
     dense.load_state_dict({"weight": conv.weight, "bias": conv.bias})
