@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+import torch
+
 from quant.kernels.base.launch import check_status, cuda_driver
 from quant.kernels.base.ptx import CompiledKernel
 
@@ -18,6 +20,7 @@ class LoadedKernel:
 
     def __init__(self, compiled: CompiledKernel) -> None:
         self.compiled = compiled
+        torch.cuda.synchronize()  # the driver loads into the current context, and the first call of PyTorch makes it
         self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
         log = ctypes.create_string_buffer(_LOG_BYTES)
         options = (ctypes.c_int * 2)(*_JIT_ERROR_LOG)
