@@ -2,6 +2,7 @@
 
     python benchmarks/engine_formats.py RUNTIME [--formats int8,fp8] [--blocks 30] [--keep FOLDER] [--json FILE]
     python benchmarks/engine_formats.py RUNTIME --make --formats int8 --keep FOLDER      writes the files alone
+    python benchmarks/engine_formats.py aoti-gpu --jobs 6 --deadline 200   makes six packages at a time, for 200 seconds
 
     onnxruntime            a file of `--to onnx` on a processor, beside the model in FP32
     onnxruntime-tensorrt   a file of `--to onnx --target tensorrt` there
@@ -14,16 +15,23 @@ The decoder has SmolLM2-135M's blocks and vocabulary, with random weights; `expe
 16 experts of 384 in each of 8 blocks, 4 for a token. A format and the unquantized model take turns: each reads 32
 tokens and writes 16, one row. "times" is the ratio of the medians of all steps, so above 1 the format is faster. A
 processor has one thread, because two share it with whatever else runs.
+
+With `--jobs` files are made in processes of their own, and each is timed as soon as it is there, before the next one:
+the processes that make the others stand still meanwhile (SIGSTOP), so that nothing else is on the GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +81,14 @@ def decoder(experts: bool, blocks: int) -> Any:
     return Qwen3MoeForCausalLM(config).eval()
 
 
-def written(runtime: str, format: str, folder: Path, blocks: int) -> Path:
-    """Returns the file or directory that the runtime loads; it is made if it is not there."""
+def written(runtime: str, format: str, folder: Path, blocks: int, *, make: bool = True) -> Path:
+    """Returns the file or directory that the runtime loads; `make` says whether one that is not there is made."""
     kind, dtype = ("pt2" if "aoti" in runtime else "onnx"), DTYPES[runtime]
     out = folder / f"{format.replace(' ', '-')}-{blocks}.{kind}"
     if out.exists():
         return out
+    if not make:
+        raise FileNotFoundError(f"{out} was not made; its process says above why")
     folder.mkdir(parents=True, exist_ok=True)
     wide, genai = format in (WIDE, WIDE_EXPERTS), "genai" in runtime
     model = decoder(format.startswith("experts in "), blocks)
@@ -153,14 +163,51 @@ def steps(session: Any) -> list[float]:
     return times
 
 
-def compared(runtime: str, formats: list[str], folder: Path, blocks: int, rounds: int) -> Iterator[dict[str, Any]]:
+def made_side_by_side(
+    runtime: str, formats: list[str], folder: Path, blocks: int, jobs: int, deadline: float
+) -> Iterator[str]:
+    """Yields each format as soon as its file is there, those that they are compared with first.
+
+    The processes that make the others stand still until the next one is asked for.
+    """
+    bases = list(dict.fromkeys(WIDE_EXPERTS if format.startswith("experts in ") else WIDE for format in formats))
+    waiting, held, end = [*bases, *formats], list[str](), time.monotonic() + deadline
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    command = [sys.executable, __file__, runtime, "--make", "--keep", str(folder), "--blocks", str(blocks), "--formats"]
+    try:
+        while (waiting or running) and time.monotonic() < end:
+            while waiting and len(running) < jobs:
+                format = waiting.pop(0)
+                running[format] = subprocess.Popen([*command, format], start_new_session=True)
+            ended = [format for format, process in running.items() if process.poll() is not None]
+            for format in ended:
+                del running[format]
+            held += [format for format in ended if format not in bases]
+            if not ended or running.keys() & bases or set(waiting) & set(bases):
+                time.sleep(0.2)
+                continue
+            for process in running.values():
+                os.killpg(process.pid, signal.SIGSTOP)
+            yield from held
+            held = []
+            for process in running.values():
+                os.killpg(process.pid, signal.SIGCONT)
+    finally:
+        for process in running.values():
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def compared(
+    runtime: str, formats: Iterable[str], folder: Path, blocks: int, rounds: int, *, make: bool
+) -> Iterator[dict[str, Any]]:
     sessions: dict[str, Any] = {}
     for format in formats:
         base = WIDE_EXPERTS if format.startswith("experts in ") else WIDE
         try:
-            path = written(runtime, format, folder, blocks)
+            path = written(runtime, format, folder, blocks, make=make)
             if base not in sessions:
-                sessions[base] = opened(runtime, written(runtime, base, folder, blocks))
+                sessions[base] = opened(runtime, written(runtime, base, folder, blocks, make=make))
             session = opened(runtime, path)
         except Exception as error:
             yield {"format": format, "ms a token": None, "wide": None, "times": None, "said": _line(error)}
@@ -187,9 +234,19 @@ def _line(error: Exception) -> str:
 @click.option("--rounds", default=5, show_default=True)
 @click.option("--keep", type=click.Path(path_type=Path), help="Keep the files there, and use those of before.")
 @click.option("--make", is_flag=True, help="Write the files alone.")
+@click.option("--jobs", type=int, help="Make so many files at a time, in processes of their own.")
+@click.option("--deadline", default=3600.0, show_default=True, help="Seconds for --jobs; what is not made is left out.")
 @click.option("--json", "json_path", type=click.Path(path_type=Path))
 def main(
-    runtime: str, formats: str, blocks: int, rounds: int, keep: Path | None, make: bool, json_path: Path | None
+    runtime: str,
+    formats: str,
+    blocks: int,
+    rounds: int,
+    keep: Path | None,
+    make: bool,
+    jobs: int | None,
+    deadline: float,
+    json_path: Path | None,
 ) -> None:
     warnings.simplefilter("ignore")
     if not runtime.endswith("-gpu"):
@@ -205,7 +262,10 @@ def main(
             return
         rows: list[dict[str, Any]] = []
         header = {**machine(), **versions(PACKAGES[runtime], "transformers"), "blocks": str(blocks), "runtime": runtime}
-        for row in compared(runtime, formats.split(","), folder, blocks, rounds):
+        names: Iterable[str] = formats.split(",")
+        if jobs is not None:
+            names = made_side_by_side(runtime, [*names], folder, blocks, jobs, deadline)
+        for row in compared(runtime, names, folder, blocks, rounds, make=jobs is None):
             rows.append(row)
             print(row, flush=True)
             if json_path:  # after each row: a run that is cut short keeps what it has
