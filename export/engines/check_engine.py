@@ -172,6 +172,7 @@ def check_engine(
     path, directory = Path(path), Path(directory)
     facts: list[tuple[str, str]] = []
     findings: list[AuditRow] = []
+    reason: str | None = None
     if is_engine(path):
         reason = runs_here(path)
         if rebuild is None and reason is None:
@@ -179,8 +180,6 @@ def check_engine(
         facts, findings = engine_facts(path, directory, rebuild)
     elif path.suffix != PACKAGE_ENDING:
         reason, findings = onnx_findings(path / ONNX_FILE if path.is_dir() else path, directory, device)
-    else:
-        reason = None
     wrong = next((finding.name for finding in findings if not finding.passed), None)
     problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
     if reason is not None or problems:
@@ -210,14 +209,15 @@ def onnx_findings(path: Path, directory: Path, device: Device) -> tuple[str | No
     check_plan(metadata.get(PLAN_KEY, ""), directory)
     model: Any = load(directory)
     findings = audit_onnx(path, model, describe(directory)[0])  # puts the model in the file's dtype
-    if (path.parent / CONFIG_FILE).is_file():
+    options = read_record(f"{path}: its metadata", metadata[EXPORT_KEY])[1] if metadata else {}
+    words = {True: "another file", False: "not in the directory"}
+    if options.get("genai") or (path.parent / CONFIG_FILE).is_file():
         others = other_genai_files(model, directory, path.parent)
-        findings += [AuditRow(name, AS_EXPORTED, "another file", False) for name in others]
+        findings += [AuditRow(name, AS_EXPORTED, words[(path.parent / name).is_file()], False) for name in others]
     if CAPACITY_KEY not in metadata:
         return "it is no serving graph of a decoder", findings
     if narrowest_dtype(model) == torch.bfloat16 and provider_device(device) is not None:
         return None, findings
-    _, options = read_record(f"{path}: its metadata", metadata[EXPORT_KEY])
     fp8_attention = bool(options["attention_scales"])
     return onnxruntime_problem(model, fp8_attention=fp8_attention, kv_cache=options["kv_cache"]), findings
 

@@ -13,9 +13,7 @@ give NaN, which later layers spread.
 """
 
 import filecmp
-import os
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -111,11 +109,11 @@ def write_genai_files(model: Any, source: Path, folder: Path) -> None:
 
 def other_genai_files(model: Any, source: Path, folder: Path) -> list[str]:
     """Returns the files beside a graph that are not those of `write_genai_files`, but for sampling and providers."""
-    with tempfile.TemporaryDirectory() as own:
-        write_genai_files(model, source, Path(own))
-        _, others, missing = filecmp.cmpfiles(own, folder, [*{*os.listdir(own)} - {CONFIG_FILE}], shallow=False)
-    expected = genai_config(model)["model"]
-    found = read_json(folder / CONFIG_FILE, "a configuration", lambda x: typed(dict[str, Any], x, "it").get("model"))
+    names = [name for name in TOKENIZER_FILES if (source / name).is_file() or (folder / name).is_file()]
+    _, others, missing = filecmp.cmpfiles(source, folder, names, shallow=False)
+    expected, found = genai_config(model)["model"], dict[str, Any]()
+    if (path := folder / CONFIG_FILE).is_file():
+        found = read_json(path, "a configuration", lambda x: typed(dict[str, Any], x, "it").get("model", {}))
     with suppress(KeyError, TypeError):
         expected["decoder"]["session_options"] = found["decoder"]["session_options"]
     return [*sorted(others + missing), *([] if found == expected else [CONFIG_FILE])]

@@ -19,6 +19,7 @@ Convolutions take the same pairs of FP8 and INT8, and run in FP8 and INT8 with i
 """
 
 import importlib.util
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -160,13 +161,23 @@ def load_graph(path: Path) -> Any:
     if not model.graph.node:
         raise ValueError(f"{path}: not an ONNX file, or one without a graph; copy or export it again")
     for tensor in (tensor for tensor in model.graph.initializer if tensor.data_location == tensor.EXTERNAL):
-        where = {entry.key: entry.value for entry in tensor.external_data}
-        file = path.parent / where["location"]
+        file, offset, size = external_part(tensor, path.parent)
         if not file.is_file():
-            raise ValueError(f"{path}: its weights {where['location']} are missing; the two files belong together")
-        if int(where.get("offset", 0)) + int(where.get("length", 0)) > file.stat().st_size:
+            raise ValueError(f"{path}: its weights {file.name} are missing; the two files belong together")
+        if offset + size > file.stat().st_size:
             raise ValueError(f"{file}: ends before {tensor.name}: it was cut off; copy or export it again")
     return model
+
+
+def external_part(tensor: Any, folder: Path) -> tuple[Path, int, int]:
+    """Returns the file that holds an initializer's numbers, and their offset and length there, in bytes."""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    size = math.ceil(math.prod(tensor.dims) * require("onnx_ir", "onnx").DataType(tensor.data_type).itemsize)
+    offset, length = where.get("offset", "0"), where.get("length", str(size))
+    if not where.get("location") or not offset.isdecimal() or length != str(size):
+        said = ", ".join(f"{key} {value}" for key, value in where.items()) or "nothing"
+        raise ValueError(f"{folder}: {tensor.name} of {size} bytes is said to lie at {said}; export the file again")
+    return folder / where["location"], int(offset), size
 
 
 def is_older() -> bool:

@@ -45,7 +45,7 @@ from quant.base.processor import trim_heap
 from quant.export.checkpoint.files.tensor_file import sha256_of
 from quant.export.onnx import dynamic_shapes
 from quant.export.onnx.export_onnx import ATTENTION_KEY, EXPORT_KEY, PLAN_KEY, own_metadata, write_onnx
-from quant.export.onnx.limits import layer_problem, load_graph
+from quant.export.onnx.limits import external_part, layer_problem, load_graph
 from quant.export.onnx.opsets import CACHE_PLUGIN, PLUGIN
 from quant.export.onnx.serving import CAPACITY_KEY, IDS
 from quant.export.onnx.translate import layer_of, module_of
@@ -529,9 +529,9 @@ def _digests(model: Any, folder: Path) -> dict[str, str]:
     wiring: dict[str, Any] = defaultdict(hashlib.sha256)
     numbers: dict[str, Any] = defaultdict(hashlib.sha256)
     constants = {tensor.name: tensor for tensor in graph.initializer}
-    for name, count in Counter(tensor.name for tensor in graph.initializer).items():
-        if count > 1:  # onnxruntime reads the first of them
-            wiring["numbers of one name"].update(name.encode())
+    names = Counter([*(x.name for x in graph.initializer), *(x.values.name for x in graph.sparse_initializer)])
+    for name in (name for name, count in names.items() if count > 1):  # onnxruntime reads the first, and none sparse
+        wiring["numbers of one name"].update(name.encode())
     sources = {name: f"{tensor.data_type} {list(tensor.dims)}" for name, tensor in constants.items()}
     sources |= {value.name: value.name for value in graph.input if value.name not in constants}
     wiring["the graph's opsets"].update(repr(sorted((x.domain, x.version) for x in model.opset_import)).encode())
@@ -543,9 +543,11 @@ def _digests(model: Any, folder: Path) -> dict[str, str]:
         attributes = sorted(attribute.SerializeToString(deterministic=True) for attribute in node.attribute)
         read = [sources.get(name, name) for name in node.input]
         wiring[module].update(repr((node.domain, node.op_type, attributes, read)).encode())
-        for name in node.input:
-            if name in constants:
-                numbers[module].update(_tensor_bytes(constants[name], folder))
+        for tensor in (constants[name] for name in node.input if name in constants):
+            if tensor.data_location != tensor.EXTERNAL:  # whatever `external_data` names then is not read
+                numbers[module].update(tensor.raw_data or require("onnx_ir", "onnx").from_proto(tensor).tobytes())
+            elif (part := external_part(tensor, folder))[2]:
+                numbers[module].update(np.memmap(part[0], np.uint8, "r", part[1], (part[2],)))
         places[module] += 1
         sources |= {name: f"{module} {places[module]}.{index}" for index, name in enumerate(node.output)}
     for kind, values in (("the graph's inputs", graph.input), ("the graph's outputs", graph.output)):
@@ -553,16 +555,6 @@ def _digests(model: Any, folder: Path) -> dict[str, str]:
             kinds = value.type.SerializeToString(deterministic=True)
             wiring[kind].update(repr((value.name, kinds, sources.get(value.name))).encode())
     return {name: digest.hexdigest()[:8] + numbers[name].hexdigest()[:8] for name, digest in wiring.items()}
-
-
-def _tensor_bytes(tensor: Any, folder: Path) -> Any:
-    """Returns the numbers of an initializer as bytes; those in a file of their own are mapped."""
-    if tensor.data_location != tensor.EXTERNAL:  # whatever `external_data` names then is not read
-        return tensor.raw_data or require("onnx", "onnx").numpy_helper.to_array(tensor).tobytes()
-    where = {entry.key: entry.value for entry in tensor.external_data}
-    path, offset = folder / where["location"], int(where.get("offset", 0))
-    length = int(where.get("length", path.stat().st_size - offset))
-    return np.memmap(path, np.uint8, "r", offset, (length,)) if length else b""
 
 
 def _block_size(node: Any) -> int:

@@ -32,7 +32,6 @@ from quant.export.kinds import CHOICES
 from quant.export.onnx.export_onnx import (
     ATTENTION_KEY,
     EXPORT_KEY,
-    PLAN_KEY,
     ExportRecord,
     own_metadata,
     parameter_dtypes,
@@ -152,14 +151,14 @@ def _exported_again(
 
 
 def _other_metadata(found: Mapping[str, Any], expected: Mapping[str, str]) -> Iterator[AuditRow]:
-    """Yields a finding for each key of the metadata, but that of the plan, whose value the export does not write."""
+    """Yields a finding for each key of the metadata whose value the export does not write."""
 
     def value(metadata: Mapping[str, Any], key: str) -> Any:
         if key != EXPORT_KEY:
             return metadata.get(key)
         return dataclasses.replace(read_record("", metadata[key])[0], versions={})  # of any version
 
-    for key in sorted({*found, *expected} - {PLAN_KEY}):
+    for key in sorted({*found, *expected}):
         if value(found, key) != value(expected, key):
             yield AuditRow(key, AS_EXPORTED, "another value" if key in found else "not in the file's metadata", False)
 

@@ -128,6 +128,14 @@ def test_files_beside_the_graph_are_compared(checkpoint: Path, out: Path, tmp_pa
     assert other_genai_files(model, checkpoint, tmp_path / "other") == others
     result = CliRunner().invoke(main, ["check", str(tmp_path / "other"), "--source", str(checkpoint)])
     assert result.exit_code == 2 and all(name in result.stdout for name in others), result.output
+    (tmp_path / "other" / "added_tokens.json").write_text("{}")  # a file that the library's tokenizer reads too
+    (tmp_path / "other" / config.name).unlink()
+    others = ["added_tokens.json", *others]
+    assert other_genai_files(model, checkpoint, tmp_path / "other") == others
+    result = CliRunner().invoke(main, ["check", str(tmp_path / "other"), "--source", str(checkpoint), "--json"])
+    found = {row["name"]: row["found"] for row in json.loads(result.stdout)["audit"]}
+    assert result.exit_code == 2 and found[config.name] == found["tokenizer_config.json"] == "not in the directory"
+    assert found["added_tokens.json"] == found["tokenizer.json"] == "another file"
     (tmp_path / "other" / config.name).write_text("[]")
     with pytest.raises(ValueError, match=r"genai_config\.json: not a configuration: it: expected an object"):
         other_genai_files(model, checkpoint, tmp_path / "other")

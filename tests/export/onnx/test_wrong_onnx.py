@@ -33,7 +33,7 @@ from quant.export.engines.check_engine import check_engine  # noqa: E402 -- need
 from quant.export.onnx.engine_session import OnnxruntimeSession  # noqa: E402 -- as above
 from quant.export.onnx.export_onnx import round_head, tracer_versions, write_onnx  # noqa: E402 -- as above
 from quant.export.tensorrt import rebuild  # noqa: E402 -- as above
-from quant.export.tensorrt.rebuild import audit_onnx  # noqa: E402 -- as above
+from quant.export.tensorrt.rebuild import AS_EXPORTED, audit_onnx  # noqa: E402 -- as above
 
 IDS = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -192,7 +192,62 @@ def hold_a_norm_twice(graph: Graph) -> None:
     graph.model.graph.initializer.extend([other, *right])
 
 
+def hold_a_norm_as_sparse_too(graph: Graph) -> None:
+    name = "model.norm.weight"
+    numbers = onnx.numpy_helper.from_array(graph.number(name) * np.float32(1.01), name)
+    indices = onnx.numpy_helper.from_array(np.arange(*numbers.dims), "indices")
+    graph.model.graph.sparse_initializer.append(onnx.helper.make_sparse_tensor(numbers, indices, numbers.dims))
+
+
+def exchange_two_rows_of_the_embedding(graph: Graph) -> None:
+    rows = graph.number("model.embed_tokens.weight").copy()
+    rows[[3, 4]] = rows[[4, 3]]
+    graph.put("model.embed_tokens.weight", rows)
+
+
 # Other nodes, or the same ones connected in another way.
+
+
+def change_the_opset(graph: Graph) -> None:
+    next(opset for opset in graph.model.opset_import if not opset.domain).version -= 1
+
+
+def take_blocks_of_64(graph: Graph) -> None:
+    graph.attribute(graph.of("DequantizeLinear")[2], "block_size", 64)
+
+
+def take_scales_along_the_other_axis(graph: Graph) -> None:
+    graph.attribute(graph.of("DequantizeLinear")[2], "axis", 1)
+
+
+def exchange_the_caches_of_two_blocks(graph: Graph) -> None:
+    """Their inputs alone; the outputs stay."""
+    names = {"past_key.0": "past_key.1", "past_key.1": "past_key.0"}
+    for value in graph.model.graph.input:
+        value.name = names.get(value.name, value.name)
+    for node in graph.nodes:
+        for index, name in enumerate(node.input):
+            node.input[index] = names.get(name, name)
+
+
+def exchange_new_keys_and_values(graph: Graph) -> None:
+    names = {"new_key.0": "new_value.0", "new_value.0": "new_key.0"}
+    for value in graph.model.graph.output:
+        value.name = names.get(value.name, value.name)
+    for node in graph.nodes:
+        for index, name in enumerate(node.output):
+            node.output[index] = names.get(name, name)
+
+
+def halve_the_cache(graph: Graph) -> None:
+    cache = next(value for value in graph.model.graph.input if value.name == "past_value.1")
+    cache.type.tensor_type.shape.dim[2].dim_value //= 2
+
+
+def hand_a_norm_in(graph: Graph) -> None:
+    """As an input with a default, which a caller may replace."""
+    norm = graph.tensors["model.norm.weight"]
+    graph.model.graph.input.append(onnx.helper.make_tensor_value_info(norm.name, norm.data_type, list(norm.dims)))
 
 
 def change_an_epsilon(graph: Graph) -> None:
@@ -399,6 +454,15 @@ WRONG: list[tuple[str, str, str, Callable[[Graph], None]]] = [
     ("gpt_oss", "int4a16_g32", "fp32", leave_out_a_bias_of_experts),
     ("gpt_oss", "int4a16_g32", "fp32", take_the_gate_of_silu),
     ("gpt_oss", "int4a16_g32", "fp32", raise_the_limit_of_a_gate),
+    ("llama-64", "int4a16_g32", "fp32", hold_a_norm_as_sparse_too),
+    ("llama-64", "int4a16_g32", "fp32", exchange_two_rows_of_the_embedding),
+    ("llama-64", "int4a16_g32", "fp32", change_the_opset),
+    ("llama-64", "int4a16_g32", "fp32", take_blocks_of_64),
+    ("llama-64", "int4a16_g32", "fp32", take_scales_along_the_other_axis),
+    ("llama-64", "int4a16_g32", "fp32", exchange_the_caches_of_two_blocks),
+    ("llama-64", "int4a16_g32", "fp32", exchange_new_keys_and_values),
+    ("llama-64", "int4a16_g32", "fp32", halve_the_cache),
+    ("llama-64", "int4a16_g32", "fp32", hand_a_norm_in),
 ]
 
 
@@ -521,6 +585,72 @@ def test_numbers_are_those_that_a_runtime_reads(
         file.truncate(1000)
     with pytest.raises(ValueError, match=r"numbers: ends before .*: it was cut off; copy or export it again"):
         check_engine(path, checkpoint)
+
+
+def exchange(first: Any, second: Any, key: str) -> None:
+    """Exchanges where two initializers lie: at another offset, or in another file."""
+    a, b = (next(entry for entry in tensor.external_data if entry.key == key) for tensor in (first, second))
+    a.value, b.value = b.value, a.value
+
+
+def leave_lengths_out(*tensors: Any) -> None:
+    for tensor in tensors:
+        kept = [entry for entry in tensor.external_data if entry.key != "length"]
+        del tensor.external_data[:]
+        tensor.external_data.extend(kept)
+
+
+def say(key: str, value: str | None) -> Callable[[Any, Any], None]:
+    def change(first: Any, _: Any) -> None:
+        entries = {entry.key: entry.value for entry in first.external_data} | {key: value}
+        del first.external_data[:]
+        for name, text in entries.items():
+            if text is not None:
+                first.external_data.add(key=name, value=text)
+
+    return change
+
+
+DAMAGED = r"k_proj\.codes of 8192 bytes is said to lie at .*; export the file again"
+
+
+@pytest.mark.parametrize(
+    ("together", "change", "found"),
+    [
+        (True, lambda k, v: exchange(k, v, "offset"), "other numbers"),
+        (False, lambda k, v: exchange(k, v, "location"), "other numbers"),
+        (True, lambda k, v: say("offset", str(int(k.external_data[1].value) + 64))(k, v), "other numbers"),
+        (True, leave_lengths_out, AS_EXPORTED),
+        (False, leave_lengths_out, AS_EXPORTED),
+        (True, say("location", None), DAMAGED),
+        (True, say("offset", "abc"), DAMAGED),
+        (True, say("offset", "-64"), DAMAGED),
+        (True, say("length", "4096"), DAMAGED),
+        (True, say("offset", "999999999"), "numbers: ends before .*k_proj.codes: it was cut off"),
+        (True, say("location", "other"), "its weights other are missing"),
+    ],
+)
+def test_where_numbers_lie(
+    files: Any, exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: bool,
+    change: Callable[[Any, Any], None], found: str,
+) -> None:  # fmt: skip
+    """Codes of two projections of one shape, in one file or each in its own."""
+    checkpoint, out = files("llama-64", "int4a16_g32", "fp32")
+    monkeypatch.setattr(rebuild, "_exported_again", exports)
+    path, options = tmp_path / "model.onnx", {"location": "numbers", "size_threshold": 4096}
+    onnx.save(
+        onnx.load(out / "model.onnx"), path, save_as_external_data=True, all_tensors_to_one_file=together, **options
+    )
+    model = onnx.load(path, load_external_data=False)
+    codes = {tensor.name: tensor for tensor in model.graph.initializer}
+    change(*(codes[f"{BLOCKS}.0.self_attn.{name}.codes"] for name in ("k_proj", "v_proj")))
+    onnx.save(model, path)
+    if found not in (AS_EXPORTED, "other numbers"):
+        with pytest.raises(ValueError, match=found):
+            check_engine(path, checkpoint)
+        return
+    checked = check_engine(path, checkpoint)
+    assert {row.found for row in checked.audit} == {found} and checked.passed is (found == AS_EXPORTED)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -199,7 +199,7 @@ def test_metadata_that_were_damaged(
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("attention", "none"), ("capacity", "64"), ("capacity", None)],
+    [("attention", "none"), ("capacity", "64"), ("capacity", None), ("plan", None)],
 )
 def test_metadata_that_the_export_does_not_write(
     files: tuple[Path, Path], tmp_path: Path, key: str, value: str | None
