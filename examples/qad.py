@@ -28,7 +28,7 @@ print("quantizing by GPTQ, which takes minutes on a CPU")
 quant.prepare_qat(student, "nvfp4", rows[:8], solver="gptq")
 size = float(teacher.model.model.layers[0].mlp.up_proj.weight.std())  # AdamW moves each weight by about the rate a step
 arguments = transformers.TrainingArguments(
-    f"{parsed.out}-trainer", max_steps=parsed.steps, per_device_train_batch_size=2, learning_rate=5e-4 * size,
+    f"{parsed.out}-trainer", max_steps=parsed.steps, per_device_train_batch_size=2, learning_rate=1.5e-4 * size,
     lr_scheduler_type="cosine", logging_steps=1, save_strategy="no", report_to=[], bf16=torch.cuda.is_available(),
 )  # fmt: skip
 trainer = quant.DistillTrainer(

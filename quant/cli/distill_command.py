@@ -26,8 +26,8 @@ from quant.models.startup import read_ahead, skip_image_packages
 @click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
 @click.option("--samples", default=512, show_default=True, type=click.IntRange(1),
               help="Rows of training text at most; used again as often as the steps need them.")  # fmt: skip
-@click.option("--lr", type=float, help="Peak learning rate, at most 1.  [default: 5e-4 of "
-              "the weights' root mean square, 3e-4 where only weights are rounded, 1e-3 for norms]")  # fmt: skip
+@click.option("--lr", type=float, help="Peak learning rate, at most 1.  [default: 1.5e-4 of "
+              "the weights' root mean square, 1e-4 where only weights are rounded, 1e-3 for norms]")  # fmt: skip
 @click.option("--temperature", default=1.0, show_default=True, type=click.FloatRange(0, min_open=True),
               help="Divides the logits of teacher and student.")  # fmt: skip
 @click.option("--hidden", default=0.0, show_default=True, type=click.FloatRange(0),

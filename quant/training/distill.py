@@ -160,7 +160,7 @@ def distill(
         seqlen: tokens of a row, 512 by default.
         steps: optimizer steps, 300 by default.
         batch_size: rows of a step, 8 by default.
-        lr: peak learning rate of AdamW; None is 5e-4 of the weights' root mean square, or 3e-4 of it where only weights
+        lr: peak learning rate of AdamW; None is 1.5e-4 of the weights' root mean square, 1e-4 of it where only weights
             are rounded, and 1e-3 for norms.
         train: "weights", all that are quantized; or "norms", which stays near the start: the weights of norms alone,
             with all codes and scales as they are.

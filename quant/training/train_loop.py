@@ -213,7 +213,7 @@ def usual_rate(model: nn.Module, rounds_inputs: bool) -> float:
     """
     trained = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
     squares = sum(float(weight.float().square().sum()) for weight in trained)
-    return (5e-4 if rounds_inputs else 3e-4) * (squares / sum(weight.numel() for weight in trained)) ** 0.5
+    return (1.5e-4 if rounds_inputs else 1e-4) * (squares / sum(weight.numel() for weight in trained)) ** 0.5
 
 
 class StoredDtypes:
