@@ -182,7 +182,9 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
         # A folder of classes or captions as `datasets` writes it also holds a table, metadata.csv or .jsonl.
         if files and not any(path.glob("metadata.*")):
             spread = [files[i * len(files) // count] for i in range(count)] if len(files) > count else files
-            return [_sample_of(file) for file in spread]
+            # A caption or transcript is in the .txt file of the same name.
+            texts = [(read_utf8(t).strip(),) if (t := f.with_suffix(".txt")).is_file() else () for f in spread]
+            return [Sample(str(f), f.read_bytes(), texts=of) for f, of in zip(spread, texts, strict=True)]
     corpus = parse_corpus(str(source))
     if corpus is None:
         return None
@@ -192,12 +194,6 @@ def read_samples(source: str | Path, count: int, *, pairs: bool) -> list[Sample]
     if first is None or not (_media(first) or (pairs and _texts_of(first, corpus, str(source)))):
         return None
     return list(islice(_samples(chain([first], records), corpus, str(source)), count))
-
-
-def _sample_of(file: Path) -> Sample:
-    """Returns an image or a sound, with the caption or transcript in the .txt file of the same name."""
-    text = file.with_suffix(".txt")
-    return Sample(str(file), file.read_bytes(), texts=(read_utf8(text).strip(),) if text.is_file() else ())
 
 
 def _samples(records: Iterator[Mapping[str, Any]], corpus: Corpus, name: str) -> Iterator[Sample]:

@@ -22,6 +22,7 @@ from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config, pla
 from quant.export.checkpoint.files.names import StoredNames, expert_names, in_model, matrix_names, stored_names
 from quant.export.checkpoint.files.tensors import (
     FLAG,
+    SECOND_LEVEL,
     TensorFiles,
     carried_shapes,
     clear_flag,
@@ -63,12 +64,12 @@ def plan_of_checkpoint(
         for layer in group_unseen(group_experts(model_layers)):
             # A config names the matrices of single experts; all of a projection are in one format.
             matrix = matrix_names(layer.name, 0)[0] if layer.kind == LayerKind.EXPERTS else layer.name
-            # A target such as "Linear" may match any module, and other tools leave convolutions as they are.
-            may_be_quantized = layer.kind in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS) or (
-                layer.kind == LayerKind.CONV and f"{layer.name}.weight_scale" in tensors
-            )
-            formats = formats_of(matrix) if may_be_quantized else None
+            # A target such as "Linear" may match any module, and other tools leave convolutions and stacked experts.
+            may_be_quantized = layer.kind in (LayerKind.LINEAR, LayerKind.HEAD) or f"{matrix}.weight_scale" in tensors
+            is_table = layer.kind == LayerKind.EMBEDDING
+            formats = formats_of(matrix, "Embedding" if is_table else "Linear") if may_be_quantized else None
             weight, activation = formats or (None, None)
+            activation = None if is_table else activation
             parts = Parts() if weight is None else Parts(hadamard=rotation_of(matrix))
             layers.append(
                 LayerPlan(
@@ -93,9 +94,7 @@ def plan_of_checkpoint(
 
 def _tensor_scales(tensors: Mapping[str, Tensor], layer: LayerPlan) -> tuple[float, ...]:
     """Returns the scales that a layer of any layout has for its whole weight and for its input."""
-    names = ["weight_scale_2", "weight_global_scale", "input_global_scale", "input_scale"]
-    if layer.weight is not None and layer.weight.per_tensor:
-        names.append("weight_scale")
+    names = [*SECOND_LEVEL, *(["weight_scale"] if layer.weight is not None and layer.weight.per_tensor else [])]
     scales = [tensors[f"{layer.name}.{name}"] for name in names if f"{layer.name}.{name}" in tensors]
     return tuple(float(scale) for scale in scales if scale.numel() == 1)
 

@@ -560,7 +560,10 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: A
         with contextlib.suppress(RuntimeError):
             initialize(model)
 
-    with huggingface.quiet(), _silence(), replaced([(whole, "initialize_weights", initialized)]):
+    # Progress bars, warnings and log lines of the trial are kept from the user's terminal.
+    silent, quiet = contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings(action="ignore")
+    trying = replaced([(whole, "initialize_weights", initialized)])
+    with huggingface.quiet(), unlogged("compressed_tensors"), silent, quiet, trying:
         config = cls.config_class.from_pretrained(directory, local_files_only=True)
         # On the meta device transformers builds the model and matches names and shapes, and copies no data.
         _, info = cls.from_pretrained(
@@ -568,11 +571,3 @@ def _load(directory: Path, cls: Any, tensors: Mapping[str, Tensor], **options: A
             device_map="meta", dtype=config.dtype, output_loading_info=True, **options,
         )  # fmt: skip
     return {**info, **{kind: of_all_blocks(info[kind]) for kind in ("missing_keys", "unexpected_keys")}}
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Keeps the progress bars, warnings and log lines of a trial from the user's terminal."""
-    quiet = warnings.catch_warnings(action="ignore")
-    with unlogged("compressed_tensors"), contextlib.redirect_stderr(io.StringIO()), quiet:
-        yield

@@ -100,13 +100,9 @@ class Quantization:
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
-        """Blocks of weights that share a scale, as far as the config names some."""
-        blocks = [self.config.get("weight_block_size") or (128, 128)]
-        for weights in self.groups:
-            if weights.get("block_structure"):
-                blocks.append(weights["block_structure"])
-            elif weights.get("group_size"):
-                blocks.append((1, weights["group_size"]))
+        """Blocks of weights that share a scale: those that the config names, then the usual one."""
+        named = [weights.get("block_structure") or (1, weights.get("group_size") or 0) for weights in self.groups]
+        blocks = [*named, self.config.get("weight_block_size") or (128, 128)]
         return [(int(rows), int(columns)) for rows, columns in blocks]
 
 
@@ -186,7 +182,9 @@ def _why_not(quantization: Quantization) -> str | None:
         return f"by AWQ in {config.get('bits')} bits and the layout {layout!r}; 4 bits in gemm can be read: {WAY_OUT}"
     if method != QuantMethod.COMPRESSED_TENSORS:
         return None
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense" or layout not in ("", *_LAYOUTS):
+    sparse = (config.get("sparsity_config") or {}).get("format", "dense")
+    layout = layout if sparse == "dense" else sparse
+    if layout not in ("", *_LAYOUTS):
         return f"in the compressed-tensors layout {layout}, which cannot be read here; {WAY_OUT}"
     if config.get("transform_config"):
         # An original in 16 bit cannot hold the transform of the inputs.
@@ -252,8 +250,7 @@ class QuantizedTensors(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.packed:
             return self.read(name)
-        shape = self.packed[name].shape
-        if len(shape) == 2:
+        if len(shape := self.packed[name].shape) == 2:
             return self.matrix(name)
         # Matrix by matrix: decoding goes through float32, of which only one expert's is in memory.
         out = torch.empty(shape, dtype=self.dtype)
@@ -443,14 +440,13 @@ def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> Tensor:
     `blocks` are the (rows, columns) that the config says share a scale, where 0 is the whole axis.
     """
     codes, scale = parts["weight_packed" if "weight_packed" in parts else "weight"], parts["weight_scale"]
-    if scale.dtype == torch.float8_e8m0fnu:
-        scale = scale.float()
+    scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
     parts = {**parts, "weight_scale": scale}
-    if "weight_zero_point" in parts:
+    if "weight_zero_point" in parts or "weight_g_idx" in parts:
         rows, columns = codes.shape
         grid = _grid(scale.shape, (rows, columns))
-        zero = parts["weight_zero_point"].reshape(grid).expand(rows, -1)
-        groups = torch.arange(columns, device="cpu") // ceil(columns / grid[1])
+        zero = parts.get("weight_zero_point", torch.zeros_like(scale)).reshape(grid).expand(rows, -1)
+        groups = _groups(parts.get("weight_g_idx"), columns, _block((rows, columns), grid, blocks)[1])
         return _affine(codes, zero, scale.reshape(grid).expand(rows, -1), groups, dtype)
     format = _format_of(codes, scale, "weight_scale_2" in parts or "weight_global_scale" in parts, blocks)
     return layout_of_tensors(parts).decompress(parts, format)[0].dequantize(dtype)
@@ -461,9 +457,7 @@ def _format_of(codes: Tensor, scale: Tensor, second: bool, blocks: Iterable[Bloc
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
     # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).
-    number = E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
-    if scale.dtype.itemsize > 1:
-        number = FP32
+    number = FP32 if scale.dtype.itemsize > 1 else E4M3 if scale.dtype == torch.float8_e4m3fn else E8M0
     if codes.dtype != torch.uint8:
         shape = (codes.shape[0], codes.shape[1])
         grid = _grid(scale.shape, shape)
@@ -509,34 +503,40 @@ def gptq(parts: Parts, dtype: torch.dtype, zeros_less_one: bool) -> Tensor:
     # qweight packs along inputs, qzeros along outputs.
     zero = unpack_words(words, bits).flatten(-2)
     codes = unpack_words(parts["qweight"], bits).transpose(0, 1).flatten(1)
-    groups = parts.get("g_idx")
-    if groups is None:
-        groups = torch.arange(codes.shape[1], device="cpu") // ceil(codes.shape[1] / len(zero))
-    return _affine(codes, zero.t(), parts["scales"].t(), groups.long(), dtype)
+    groups = _groups(parts.get("g_idx"), codes.shape[1], ceil(codes.shape[1] / len(zero)))
+    return _affine(codes, zero.t(), parts["scales"].t(), groups, dtype)
 
 
 def awq(parts: Parts, dtype: torch.dtype) -> Tensor:
     """Returns a matrix `[out, in]` in AWQ's layout for "gemm"."""
     order = torch.tensor(_AWQ_COLUMNS, device="cpu").argsort()
     codes, zero = (unpack_words(parts[name], 4)[..., order].flatten(-2).t() for name in ("qweight", "qzeros"))
-    groups = torch.arange(codes.shape[1], device="cpu") // ceil(codes.shape[1] / zero.shape[1])
+    groups = _groups(None, codes.shape[1], ceil(codes.shape[1] / zero.shape[1]))
     return _affine(codes, zero, parts["scales"].t(), groups, dtype)
 
 
 def pack_quantized(parts: Parts, dtype: torch.dtype, shape: Sequence[int], group_size: int) -> Tensor:
     """Returns a matrix of `shape` `[out, in]` in compressed-tensors' layout of integers."""
     (rows, columns), packed, scale = shape, parts["weight_packed"], parts["weight_scale"]
+    scale = scale.reshape(-1, scale.shape[-1])
     bits = 32 * packed.shape[1] // columns
     codes = unpack_words(packed, bits).flatten(-2)[:, :columns]
-    if "weight_zero_point" in parts:
+    if "weight_zero_point" in parts and parts["weight_zero_point"].dtype == torch.int32:
         zero = unpack_words(parts["weight_zero_point"], bits).transpose(1, 2).flatten(0, 1)[:rows]
     else:
-        # Symmetric codes are stored with an offset of half their range.
-        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.uint8, device="cpu")
-    groups = parts.get("weight_g_idx")
-    if groups is None:
-        groups = torch.arange(columns, device="cpu") // (group_size if scale.shape[1] > 1 else columns)
-    return _affine(codes, zero.expand(rows, -1), scale.expand(rows, -1), groups.long(), dtype)
+        # Codes are stored with an offset of half their range; the zero point of a whole matrix is stored without it.
+        zero = torch.full(scale.shape, 1 << (bits - 1), dtype=torch.int32, device="cpu")
+        zero = zero + parts.get("weight_zero_point", 0)
+    groups = _groups(parts.get("weight_g_idx"), columns, group_size if scale.shape[1] > 1 else 0)
+    return _affine(codes, zero.expand(rows, -1), scale.expand(rows, -1), groups, dtype)
+
+
+def _groups(groups: Tensor | None, columns: int, size: int) -> Tensor:
+    """Returns the stored `groups` of inputs, or else groups of `size` inputs in their order, 0 for all."""
+    # compressed-tensors wrote -1 where an order had been asked for and none was found.
+    if groups is None or bool((groups == -1).any()):
+        return torch.arange(columns, device="cpu") // (size or columns)
+    return groups.long()
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
@@ -544,8 +544,7 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     # Byte by byte, which needs no int32 shifts: 2, 4 and 8 bits divide a byte, and words are little-endian.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device="cpu")
     octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, 4))
-    codes: Tensor = (octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)
-    return codes.flatten(-2)
+    return ((octets.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
 
 
 def _affine(codes: Tensor, zero: Tensor, scale: Tensor, groups: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,7 +14,8 @@ Codes below eight bits lie two to a byte, the even column in the low half; MXFP6
 """
 
 import re
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache, reduce
 from operator import or_
 from re import _compiler, _parser  # type: ignore[attr-defined]
@@ -154,6 +155,9 @@ _INPUTS = (
     "nvfp4", "nvfp4_four_over_six", "mxfp4", "mxfp6", "mxfp8", "fp8", "fp8_token", "fp8_group", "int8_token",
     "int8_tensor",
 )  # fmt: skip
+# Layouts that may hold the same integers, in words or in bytes.
+_OF_INTEGERS = {"pack-quantized": 32, "int-quantized": 8, "naive-quantized": 8, "float-quantized": 8}
+_NOT_RUN = "not supported as it is; quant.open_model dequantizes such weights, and `quantize` quantizes them again"
 # A field of our own, which other readers refuse: they would scale the blocks of inputs otherwise.
 _RULE = "scale_rule"
 
@@ -180,12 +184,10 @@ def check_plan(plan: Plan) -> None:
 
 def _can_name(activation: Format) -> bool:
     """Returns whether readers of the config round inputs so: it cannot distinguish E5M2 from E4M3."""
-    try:
+    with suppress(ValueError):
         read = activation_format_of(_activation_arguments(activation))
-    except ValueError:
-        return False
-    assert read is not None
-    return read.has_codes_of(activation) and read.input_rule == activation.input_rule
+        return read is not None and read.has_codes_of(activation) and read.input_rule == activation.input_rule
+    return False
 
 
 # {"config_groups": {"group_0": {"format": "nvfp4-pack-quantized",
@@ -336,48 +338,57 @@ def weight_format_of(arguments: Mapping[str, Any]) -> Format:
     """Returns the format that a config's `weights` block describes; ValueError, with its request, if none fits."""
     # Other arguments say how scales were found, and not how they are read. The order of columns that `actorder` may
     # ask for comes as a tensor `weight_g_idx`, which `check` refuses.
+    known = [(FORMATS[name], _arguments(FORMATS[name])) for name in _FORMAT_NAMES]
     keys = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
-    for name in _FORMAT_NAMES:
-        ours = _arguments(FORMATS[name])
-        if all(arguments.get(k) == ours[k] for k in keys):
-            return FORMATS[name]
-    raise ValueError(f"quantization_config has weights { ({k: arguments.get(k) for k in keys}) }: not supported")
+    return _described("weights", arguments, known, keys)
 
 
 def activation_format_of(arguments: Mapping[str, Any] | None) -> Format | None:
     """Returns the format that an `input_activations` block describes, None for 16 bit; ValueError if none fits."""
-    if arguments is None:
-        return None
-    keys = ("num_bits", "type", "strategy", "group_size", _RULE)
-    for name in _INPUTS:
-        ours = _activation_arguments(INPUT_FORMATS[name])
-        if all(arguments.get(k) == ours.get(k) for k in keys):
-            return INPUT_FORMATS[name]
-    raise ValueError(f"quantization_config has inputs { ({k: arguments.get(k) for k in keys}) }: not supported")
+    known = [(INPUT_FORMATS[name], _activation_arguments(INPUT_FORMATS[name])) for name in _INPUTS]
+    keys = ("num_bits", "type", "strategy", "group_size", "dynamic", "symmetric", _RULE)
+    return None if arguments is None else _described("inputs", arguments, known, keys)
+
+
+def _described(kind: str, arguments: Mapping[str, Any], known: Iterable[tuple[Format, Any]], keys: Any) -> Format:
+    # compressed-tensors has these defaults.
+    stated = {key: arguments.get(key, {"dynamic": False, "symmetric": True}.get(key)) for key in keys}
+    for format, ours in known:
+        if stated == {key: ours.get(key) for key in keys}:
+            return format
+    raise ValueError(f"quantization_config has {kind} {stated}: {_NOT_RUN}")
 
 
 def read_config(
     config: Mapping[str, Any], names: StoredNames, tensors: Container[str] = ()
 ) -> tuple[FormatsOf, Format | None]:
     """Returns the formats of matrices and of the KV cache; the config names each matrix, so `tensors` are not asked."""
-    groups = []
+    formats_by_target: dict[str, tuple[Format, Format | None]] = {}
     for name, group in typed(_GROUPS, config.get("config_groups"), "config_groups").items():
+        if group.get("weights") is None or group.get("output_activations") is not None:
+            raise ValueError(f"{name} of quantization_config rounds inputs without weights, or outputs: {_NOT_RUN}")
         weights = typed(dict[str, Any], group.get("weights"), f"{name}.weights")
         inputs = typed(dict[str, Any] | None, group.get("input_activations"), f"{name}.input_activations")
-        targets = typed(list[str], group.get("targets"), f"{name}.targets")
-        groups.append((targets, (weight_format_of(weights), activation_format_of(inputs))))
+        pair = weight_format_of(weights), activation_format_of(inputs)
+        layout = group.get("format") or config.get("format")
+        if layout in _OF_INTEGERS and _OF_INTEGERS[layout] != _OF_INTEGERS.get(_FORMAT_NAMES[pair[0].name]):
+            raise ValueError(f"{name} of quantization_config has {pair[0]} in the layout {layout}: {_NOT_RUN}")
+        formats_by_target |= dict.fromkeys(typed(list[str], group.get("targets"), f"{name}.targets"), pair)
     ignored = typed(list[str] | None, config.get("ignore"), "ignore") or []
 
-    # `ignore` wins over targets; then the first group counts that has a target of the matrix.
-    def formats_of(matrix: str) -> tuple[Format, Format | None] | None:
+    # `ignore` wins; then names, patterns in the order of the alphabet, classes (`match_targets` of compressed-tensors).
+    def formats_of(matrix: str, of_class: str) -> tuple[Format, Format | None] | None:
         called = names.both(matrix)
-        if any(_matches(name, pattern) for pattern in ignored for name in called):
+        if any(_matches(name, pattern, of_class) for pattern in ignored for name in called):
             return None
-        return next((pair for targets, pair in groups if any(_matches(n, t) for t in targets for n in called)), None)
+        targets = [t for t in formats_by_target if any(_matches(name, t, of_class) for name in called)]
+        first = min(targets, key=lambda t: (t not in called, not t.startswith("re:"), t), default=None)
+        return None if first is None else formats_by_target[first]
 
     scheme = typed(dict[str, Any] | None, config.get("kv_cache_scheme"), "kv_cache_scheme")
-    by_head = scheme is not None and scheme.get("strategy") == "attn_head"
-    return formats_of, (FP8_HEAD if by_head else FORMATS["fp8"]) if scheme else None
+    known = [(format, _arguments(format)) for format in (FORMATS["fp8"], FP8_HEAD)]
+    keys = ("num_bits", "type", "strategy", "dynamic", "symmetric")
+    return formats_of, _described("a KV cache", scheme, known, keys) if scheme else None
 
 
 def read_rotations(config: Mapping[str, Any], names: StoredNames) -> Callable[[str], int]:
@@ -414,9 +425,9 @@ def agrees(layer: LayerPlan, weight: Format | None, activation: Format | None) -
     return same_values(layer.weight, weight) and same_values(layer.activation, activation)
 
 
-def _matches(name: str, target: str) -> bool:
+def _matches(name: str, target: str, of_class: str = "Linear") -> bool:
     """Returns whether an entry of `targets` or `ignore` means a layer: by a pattern, its class, or its name."""
-    return matches(target[3:], name) if target.startswith("re:") else target in ("Linear", name)
+    return matches(target[3:], name) if target.startswith("re:") else target in (of_class, name)
 
 
 def expected_tensors(format: Format, activation: Format | None, shape: tuple[int, ...]) -> dict[str, ExpectedTensor]:

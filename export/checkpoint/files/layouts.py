@@ -139,7 +139,7 @@ def plan_problems(
         if layer.weight is None and layer.kind not in (LayerKind.LINEAR, LayerKind.HEAD, LayerKind.EXPERTS):
             continue
         matrix = matrix_names(layer.name, 0)[0] if layer.kind == LayerKind.EXPERTS else layer.name
-        weight, activation = formats_of(matrix) or (None, None)
+        weight, activation = formats_of(matrix, "Linear") or (None, None)
         if not layout.agrees(layer, weight, activation):
             configured = LayerPlan(layer.name, layer.kind, layer.shape, weight, activation).formats
             yield f"{layer.name}: {layer.formats}, and the config says {configured}"

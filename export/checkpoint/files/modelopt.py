@@ -238,7 +238,7 @@ def read_config(
     }
     every = None if named else _formats_in(config)
 
-    def formats_of_matrix(matrix: str) -> tuple[Format, Format | None] | None:
+    def formats_of_matrix(matrix: str, of_class: str) -> tuple[Format, Format | None] | None:
         if f"{matrix}.weight_scale" not in tensors:
             return None
         if every is None and matrix not in named:

@@ -44,8 +44,8 @@ EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "weight": ("",)}
 
 _EXPERT = re.compile(r"(.+\.\d+)\.(\w+)\.(\w+)")
 Rename = Callable[[str], str]
-FormatsOf = Callable[[str], tuple[Format, Format | None] | None]
-"""From a matrix's name in the model to the formats of its weight and input; None for 16 bit."""
+FormatsOf = Callable[[str, str], tuple[Format, Format | None] | None]
+"""From a matrix's name in the model and its class to the formats of its weight and input; None for 16 bit."""
 
 
 @dataclass(frozen=True)
