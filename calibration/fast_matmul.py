@@ -301,10 +301,7 @@ def _of_columns(x: Tensor, y: Tensor, total: Tensor | None = None, factor: float
     return multiply(total, x.mT, y, out_dtype=torch.float32, alpha=factor, out=total)
 
 
-def _split(
-    x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = None,
-    minus: Tensor | None = None,
-) -> None:  # fmt: skip
+def _split(x: Tensor, high: Tensor, low: Tensor, again: Tensor | None = None, minus: Tensor | None = None) -> None:
     """Writes `x`, or `x - minus`, as `high` and `low`, BF16; `again` is a second place for `high`."""
     if x.is_cuda:
         from quant.kernels.rounding.portable_solvers import split_pairs

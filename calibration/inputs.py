@@ -266,10 +266,8 @@ def joined(parts: Sequence[Inputs]) -> Inputs:
     own_text = any(part.own_text for part in parts)
     known = [part.labels for part in parts if part.labels is not None]
     labels = torch.cat(known) if len(known) == len(parts) else None
-    return Inputs(
-        [call for part in parts for call in part.calls], about=about, own_text=own_text, labels=labels,
-        alone=any(part.alone for part in parts),
-    )  # fmt: skip
+    calls, alone = [call for part in parts for call in part.calls], any(part.alone for part in parts)
+    return Inputs(calls, about=about, own_text=own_text, labels=labels, alone=alone)
 
 
 def recorded(model: nn.Module, forward_loop: Callable[[nn.Module], Any], name: str = "forward_loop") -> Inputs:

@@ -237,9 +237,8 @@ class MomentSum:
         self.add_products(x, drift, residual)
 
     def add_products(
-        self, x: Tensor, drift: Tensor | None = None, residual: Tensor | None = None, *,
-        shared: bool = False,
-    ) -> None:  # fmt: skip
+        self, x: Tensor, drift: Tensor | None = None, residual: Tensor | None = None, *, shared: bool = False
+    ) -> None:
         """Adds one batch to the second moments only; where `shared`, this rank adds up some rows, until `gather`.
 
         Where pairs are multiplied, `drift` and `residual` may be in BF16, to which they are rounded here.

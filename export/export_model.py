@@ -514,10 +514,8 @@ def export_aoti_package(job: ExportJob) -> dict[str, Any]:
     else:
         inputs = job.inputs or model_inputs(job.model)
         dims = {n: {axis: dim for axis, dim in enumerate(x.dims) if isinstance(dim, str)} for n, x in inputs.items()}
-        export_aoti(
-            job.model, job.out, {name: x.example for name, x in inputs.items()}, dims=dims,
-            ranges=dimension_ranges(inputs, job.shapes), attention_scales=job.attention_scales,
-        )  # fmt: skip
+        examples, ranges = {n: x.example for n, x in inputs.items()}, dimension_ranges(inputs, job.shapes)
+        export_aoti(job.model, job.out, examples, dims=dims, ranges=ranges, attention_scales=job.attention_scales)
     return _file_record(job, notes)
 
 
@@ -765,11 +763,10 @@ def _measured_scales(
         return None
     if not isinstance(rows, Tensor):
         # The dtype of everything that is not quantized, in which the model runs.
-        dtype = next(model.parameters()).dtype
+        dtype, path = next(model.parameters()).dtype, job.directory
         source = Source(
-            name=str(job.directory), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=job.directory,
-            dtype=dtype,
-        )  # fmt: skip
+            name=str(path), kind=SourceKind.HUGGINGFACE, model=model, state_dict=None, path=path, dtype=dtype
+        )
         data, _ = sources.read_calibration(source, rows, session, listener=listener, plan=plan)
         rows = sources.as_rows(model, data, "attention's scales")
     return collect_attention_scales(

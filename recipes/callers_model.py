@@ -118,9 +118,11 @@ def warn_of_shared_weights(model: nn.Module) -> None:
 def adapters_after(model: nn.Module) -> str:
     """Returns the way out for a model with adapters of PEFT: models of diffusers merge them by methods of their own."""
     own = hasattr(model, "fuse_lora")
-    merge, off = ("model.fuse_lora(); model.unload_lora()", "unload_lora") if own else (
-        "model = model.merge_and_unload()", "unload"
-    )  # fmt: skip
+    merge, off = (
+        ("model.fuse_lora(); model.unload_lora()", "unload_lora")
+        if own
+        else ("model = model.merge_and_unload()", "unload")
+    )
     return f"merge them first ({merge}), or take them off (.{off}()) and put new ones on afterwards"
 
 

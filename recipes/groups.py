@@ -152,8 +152,10 @@ def group_name(names: Sequence[str]) -> str:
 _ATTENTION = (("q_proj", "k_proj", "v_proj"), ("query", "key", "value"), ("q", "k", "v"))
 _GATED = (("gate_proj", "up_proj"), ("w1", "w3"))
 _OUTPUTS = {"o_proj", "out_proj", "down_proj", "c_proj", "proj", "o", "w2", "fc2"} | {
-    "linear_2", "linear_fc2", "linear_out",
-}  # fmt: skip
+    "linear_2",
+    "linear_fc2",
+    "linear_out",
+}
 """Names of layers that read what the others of their module give."""
 
 _ACROSS = re.compile(r"cross|encoder_attn|encdec|perceiver|resampler", re.IGNORECASE)

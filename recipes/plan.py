@@ -631,12 +631,9 @@ def _set(layer: LayerPlan, setting: Setting, inputs_too: bool) -> LayerPlan:
     if (layer.weight, layer.activation, layer.solver) == (setting.weight, activation, solver):
         return layer
     reason = f"set by hand: {setting.text}"
-    new = replace(
-        layer, weight=setting.weight, activation=activation, solver=solver, reason=reason, score=None, cost=None,
-        parts=Parts(),
-    )  # fmt: skip
+    new = replace(layer, weight=setting.weight, activation=activation, solver=solver, reason=reason, parts=Parts())
     # An allocator's plan counts bytes; the count follows the format, the score cannot.
-    return new if layer.cost is None else replace(new, cost=new.nbytes)
+    return replace(new, score=None, cost=None if layer.cost is None else new.nbytes)
 
 
 @cache

@@ -345,9 +345,8 @@ def score_groups(
     # Static input scales come from these ranges, and every score depends on them.
     amax = measure_amax(model, groups, candidates, rows, session) if amax is None else amax
     switchable = SwitchableModel(
-        model, groups, candidates, amax, scoring.solver, stored, scoring.solutions, session=session,
-        dtype=scoring.dtype,
-    )  # fmt: skip
+        model, groups, candidates, amax, scoring.solver, stored, scoring.solutions, session=session, dtype=scoring.dtype
+    )
     with switchable.ready():
         method_class = METHOD_CLASSES[scoring.method]
         method = method_class(switchable, allowed, rows.to(session.device), divergence, session.seed)

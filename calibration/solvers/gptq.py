@@ -159,9 +159,7 @@ def gptq(
     step = None if fixed is None else fixed.step
     target = by_input(weight, factor) if fixed is None else by_input(weight, factor) + fixed.shift
     supers = superblocks(weight, format, factor)
-    rounding = Rounding(
-        target, factor, format, global_scale, shortlist, step, parts, sweeps=sweeps, supers=supers
-    )  # fmt: skip
+    rounding = Rounding(target, factor, format, global_scale, shortlist, step, parts, sweeps=sweeps, supers=supers)
     # Without a kernel, E4M3's grid would be copied to the GPU while launches are recorded.
     if weight.is_cuda and (rounding.kernel is not None or format.scale is not E4M3):
         rounding = replay.run(rounding)
@@ -400,9 +398,8 @@ class Rounding:
             self._add(optimum, pull, off)
             window_scales = None if scales is None else scales[..., within, :]
             solve(
-                optimum, pull[..., span].mT, U[..., within, :, :], values[..., span, :], window_scales, span.start,
-                True,
-            )  # fmt: skip
+                optimum, pull[..., span].mT, U[..., within, :, :], values[..., span, :], window_scales, span.start, True
+            )
             off.set(span, target[..., span, :], minus=values[..., span, :])
 
     def _add(self, total: Tensor, left: Tensor, right: RightOperand, factor: float = 1.0) -> None:

@@ -184,11 +184,10 @@ def _own_pieces(
 ) -> list[Tensor]:  # fmt: skip
     """Returns at least `needed` tokens of the model's own text in pieces of at most `length`, without start tokens."""
     start = first_token(model, tokenizer)
-    piece_tokens = length - (start is not None) + (end is not None)
+    samples = max(1, -(-needed // (length - (start is not None) + (end is not None))))
     rows = generate_rows(
-        model, tokenizer, samples=max(1, -(-needed // piece_tokens)), seqlen=length, openings=openings,
-        temperatures=_TEMPERATURES, session=session,
-    )  # fmt: skip
+        model, tokenizer, samples=samples, seqlen=length, openings=openings, temperatures=_TEMPERATURES, session=session
+    )
     ended = rows if end is None else torch.cat([rows, rows.new_full((len(rows), 1), end)], dim=1)
     return list(ended[:, 1:] if start is not None else ended)
 

@@ -204,9 +204,11 @@ def short_files(rows: Rows) -> list[str]:
     return [
         name
         for name, each in rows.by_source().items()
-        if Path(name).is_file() and parse_corpus(name) is None and not _holds_tensors(name)
+        if Path(name).is_file()
+        and parse_corpus(name) is None
+        and not _holds_tensors(name)
         and Path(name).stat().st_size < _BYTES * each.samples * rows.seqlen
-    ]  # fmt: skip
+    ]
 
 
 def _holds_tensors(name: str) -> bool:

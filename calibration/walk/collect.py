@@ -150,9 +150,8 @@ def collect_input_amax(
 
 
 def window_stats(
-    model: nn.Module, layers: Sequence[LayerPlan], rows: Tensor, session: Session,
-    input_scales: Mapping[str, Tensor],
-) -> dict[str, LayerStats]:  # fmt: skip
+    model: nn.Module, layers: Sequence[LayerPlan], rows: Tensor, session: Session, input_scales: Mapping[str, Tensor]
+) -> dict[str, LayerStats]:
     """Returns statistics of the windows `[in · kernel]` that convolutions multiply, rounded as they will be.
 
     Of large images only some windows count, which overlap.

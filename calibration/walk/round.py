@@ -35,16 +35,10 @@ from quant.calibration.solvers.lowrank import Branch, refit_branches, take_branc
 from quant.calibration.solvers.registry import get_pipeline, with_supported_solver
 from quant.calibration.solvers.solve_group import all_solved, solve_group
 from quant.calibration.statistics import LayerStats, rows_of
+from quant.calibration.walk import transform
 from quant.calibration.walk.block import Block, Group, Solved, StandIn, weight_of
 from quant.calibration.walk.collect import InputNotFiniteError
 from quant.calibration.walk.shared_moments import Moments, pooled, slices_that_fit, stats_of
-from quant.calibration.walk.transform import (
-    choose_channels,
-    fix_input_scale,
-    fix_input_scales,
-    searches_input_scale,
-    widened_weight,
-)
 from quant.formats.format import Format, parse_format
 from quant.formats.tensor import BlockScaledTensor
 from quant.recipes.blocks import Stop
@@ -116,7 +110,7 @@ def observe_and_sum(block: Block) -> tuple[list[Tensor], dict[str, Moments]]:
     finite: list[Tensor] = []
 
     def watch(group: Group, moments: Moments) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        keeps = block.settings.observer != "absmax" or searches_input_scale(block, group)
+        keeps = block.settings.observer != "absmax" or transform.searches_input_scale(block, group)
 
         def hook(module: nn.Module, args: tuple[Any, ...]) -> None:
             x = _note(block, group, args[0], finite, keep=keeps)
@@ -133,7 +127,7 @@ def observe_and_sum(block: Block) -> tuple[list[Tensor], dict[str, Moments]]:
         outputs = block.run(block.calls.original)
     _check_finite(block, finite)
     _pool(block, gathered([group.tokens for group in block.groups]))
-    fix_input_scales(block)
+    transform.fix_input_scales(block)
     for group in block.groups:
         group.inputs.clear()
     return outputs, sums
@@ -419,8 +413,9 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
     solved = all_solved({index: rounded.weights for index, rounded in own.items()}, outlines, block.exchange)
     sent = [
         (index, [part for member in groups[index].members for part in rounded.branches[member.name]])
-        for index, rounded in own.items() if rounded.branches
-    ]  # fmt: skip
+        for index, rounded in own.items()
+        if rounded.branches
+    ]
     branches = dict(block.exchange.in_order(sent))
     for index, group in enumerate(groups):
         pairs = zip(branches.get(index, ())[::2], branches.get(index, ())[1::2], strict=True)
@@ -434,7 +429,7 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
 def _targets_of(block: Block, group: Group) -> dict[str, Tensor]:
     """Returns the weights of a group that are to be rounded, by the layers' names."""
     return {
-        member.name: widened_weight(block.targets[name], group.parts.channels)
+        member.name: transform.widened_weight(block.targets[name], group.parts.channels)
         for member, name in zip(group.members, group.names, strict=True)
     }
 
@@ -475,7 +470,7 @@ def _correct_bias(block: Block, group: Group, name: str, stand_in: StandIn, stat
         return
     block.original_biases[name] = bias.detach().clone()
     original_mean = stats.mean if stats.mean_drift is None else stats.mean + stats.mean_drift
-    target = widened_weight(block.targets[name], group.parts.channels)
+    target = transform.widened_weight(block.targets[name], group.parts.channels)
     correction = target @ original_mean - stand_in.dense.float() @ stats.mean
     if stats.mean_residual is not None:
         correction = correction + stats.mean_residual
@@ -521,8 +516,8 @@ def promote_group(block: Block, group: Group, targets: Mapping[str, Tensor], hel
             del block.targets[name]
         return False
     group.pipeline = get_pipeline(group.members[0].solver)
-    fix_input_scale(block, group)
-    choose_channels(block, [group])
+    transform.fix_input_scale(block, group)
+    transform.choose_channels(block, [group])
     return True
 
 

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -126,7 +125,7 @@ def solve_blocks(
     session = replace(session, progress=None)
     convs = [layer for layer in outside.quantized if solver_needs_data(layer) and _step([layer]) not in session.store]
     others = replace(outside, layers=tuple(layer for layer in outside.layers if layer not in convs))
-    outside_results = solve_weights(model, others, input_scales, session)
+    outside_results = solve_weights(model, others, input_scales, session, {})
     while convs:
         # As many as their second moments leave room for; each pass has the ones before in place.
         sizes = accumulate(4 * math.prod(layer.shape[1:]) ** 2 for layer in convs)
@@ -279,9 +278,9 @@ def solve_plan(
         else:
             input_scales = input_scales_of(model, plan, data, session)
             seconds["calibrate"] = time.perf_counter() - started
-            layers = solve_weights(model, plan, input_scales, session)
+            layers = solve_weights(model, plan, input_scales, session, {})
         if heads.layers:
-            layers += solve_weights(model, heads, scales_of_heads, replace(session, progress=None))
+            layers += solve_weights(model, heads, scales_of_heads, replace(session, progress=None), {})
             plan = replace(plan, layers=(*plan.layers, *heads.layers))
         # Stages are disjoint: calibration that was timed by itself does not count twice.
         seconds["solve"] = time.perf_counter() - started - sum(seconds.values())
@@ -313,8 +312,8 @@ def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dic
     if finished is not None:
         return {name: scale.clone() for name, scale in finished.tensors.items()}
     assert data is not None and plan.kv_cache is not None
-    by_head = plan.kv_cache is FP8_HEAD
-    if by_head and (latent := next(iter(latent_norms(model)), None)):
+    granularity = "head" if plan.kv_cache is FP8_HEAD else "tensor"
+    if granularity == "head" and (latent := next(iter(latent_norms(model)), None)):
         raise UserError(
             f"{latent}: latent attention caches one vector for all heads, so it has no scale for each (fp8_head); use "
             f"{option('kv_cache', 'fp8')}"
@@ -322,9 +321,8 @@ def _kv_scales(model: nn.Module, plan: Plan, data: Any, session: Session) -> dic
     # The listener has seen all layers by now; a second count of the same rows would look like a restart.
     silent = replace(session, progress=None)
     scales = collect_attention_scales(
-        model, data, kv_format=plan.kv_cache, attention_format=None,
-        granularity="head" if by_head else "tensor", session=silent,
-    )  # fmt: skip
+        model, data, kv_format=plan.kv_cache, attention_format=None, granularity=granularity, session=silent
+    )
     tensors = kv_scale_tensors(scales, stored_dtype(model))
     session.store.put(step, tensors, None)
     return tensors
@@ -364,13 +362,12 @@ def apply_plan(
     """
     check_solvable(model, plan)
     with restored_on_error(model):
-        return solve_weights(model, plan, input_scales or {}, Session.on(device, progress=progress))
+        return solve_weights(model, plan, input_scales or {}, Session.on(device, progress=progress), {})
 
 
 def solve_weights(
-    model: nn.Module, plan: Plan, input_scales: Mapping[str, Tensor], session: Session,
-    stats: Mapping[str, LayerStats] = MappingProxyType({}),
-) -> list[LayerResult]:  # fmt: skip
+    model: nn.Module, plan: Plan, input_scales: Mapping[str, Tensor], session: Session, stats: Mapping[str, LayerStats]
+) -> list[LayerResult]:
     """Quantizes as `apply_plan` does, in a session: its ranks share the groups, and its store keeps finished ones.
 
     `stats` are statistics of inputs, by layer, for solvers that look at them.

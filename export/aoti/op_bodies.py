@@ -120,13 +120,12 @@ def dequantize(weight: BlockScaledTensor, dtype: torch.dtype) -> Tensor:
     from quant.kernels.linear.portable_codes_gemm import dequantize_codes_kernel, dequantizing_launch
 
     (rows, columns), codes, scale = weight.shape, compilable(weight.codes), compilable(weight.scale)
-    second = weight.global_scale
+    second = scale if weight.global_scale is None else weight.global_scale
     out = torch.empty(rows, columns, dtype=dtype, device=codes.device)
-    grid, constants = dequantizing_launch(rows, columns, weight.format, second is not None)
+    grid, constants = dequantizing_launch(rows, columns, weight.format, weight.global_scale is not None)
     torch.library.wrap_triton(dequantize_codes_kernel)[grid](
-        codes, scale, scale if second is None else second, out, rows, columns, codes.stride(0), scale.stride(0),
-        codes.shape[1], **constants,
-    )  # fmt: skip
+        codes, scale, second, out, rows, columns, codes.stride(0), scale.stride(0), codes.shape[1], **constants
+    )
     return out
 
 

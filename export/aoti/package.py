@@ -408,9 +408,8 @@ class InPlaceGraph(serving.ServingGraph):
 
 @collecting_rarely()
 def export_aoti_decoder(
-    model: nn.Module, path: str | Path, capacity: int, *, shapes: str | list[str] | None = None, plan: str = "",
-    options: Mapping[str, Any] | None = None,
-) -> Path:  # fmt: skip
+    model: nn.Module, path: str | Path, capacity: int, *, shapes: str | list[str] | None = None, plan: str = ""
+) -> Path:
     """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path."""
     path = Path(path)
     device = find_device(path, next(model.parameters()).device)
@@ -419,7 +418,7 @@ def export_aoti_decoder(
         "capacity": capacity, "caches": [[heads, dim] for heads, dim, _ in caches],
         "dtype": str(caches[0][2]).removeprefix("torch."), "plan": plan, "torch": torch.__version__.partition("+")[0],
     }  # fmt: skip
-    return compile_package(program, DECODER_BODIES, path, device, options or {}, {METADATA: json_text(description)})
+    return compile_package(program, DECODER_BODIES, path, device, {}, {METADATA: json_text(description)})
 
 
 def decoder_program(

@@ -45,7 +45,7 @@ _COMPUTED = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 def carry_over(model: Any, tensors: Tensors, names: StoredNames, source: Path) -> tuple[Tensors, StoredNames]:
     """Returns the tensors, by their names on disk, completed by tensors of the source, and the names with these."""
     original = source_tensors(source, stored_dtype(model))
-    carried = unused_tensors(model, original, tensors, names)
+    carried = unused_tensors(model, original, tensors, names, original)
     completed = dict(tensors)
     # A user who cast the whole model expects its dtype on disk; only casts that transformers made on loading are
     # undone.
@@ -112,11 +112,9 @@ def is_quantized(name: str, written: Collection[str]) -> bool:
 
 
 def unused_tensors(
-    model: Any, original: Mapping[str, Tensor], written: Collection[str], names: StoredNames,
-    candidates: Iterable[str] | None = None,
-) -> list[str]:  # fmt: skip
+    model: Any, original: Mapping[str, Tensor], written: Collection[str], names: StoredNames, candidates: Iterable[str]
+) -> list[str]:
     """Returns the source's tensors, among `candidates`, that the model's class has no use for and no file has."""
-    candidates = original if candidates is None else candidates
     # The metadata of our checkpoints lists the tensors that were carried over, so transformers need not be asked again.
     if isinstance(original, TensorFiles) and original.carried:
         return [name for name in candidates if name in original.carried and name not in written]

@@ -265,10 +265,12 @@ def _loss(report: Mapping[str, Any] | None) -> Iterator[str]:
         cells = [
             "–" if (value := each.get(key)) is None else text(value)
             for key, text in (
-                ("kl", loss_text), ("top1", "{:.1%}".format), ("perplexity", "{:.2f}".format),
+                ("kl", loss_text),
+                ("top1", "{:.1%}".format),
+                ("perplexity", "{:.2f}".format),
                 ("baseline_perplexity", "{:.2f}".format),
             )
-        ]  # fmt: skip
+        ]
         # Only the name: a path would disclose details of the machine.
         yield f"| {Path(str(each.get('text') or 'text')).name.replace('|', '/')} | {' | '.join(cells)} |"
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from quant.base.errors import UserError, near_file, option, quoted
 from quant.base.torch_modes import in_own_modes
-from quant.calibration.session import find_device
+from quant.calibration.session import Device, find_device
 from quant.export.checkpoint import open_checkpoint
 from quant.export.checkpoint.files.directory import saved_report
 from quant.export.checkpoint.files.layouts import LAYOUTS, layout_of_config
@@ -46,9 +46,8 @@ def can_run(path: str | Path) -> bool:
 
 @in_own_modes
 def load(
-    directory: str | Path, model: nn.Module | None = None, *, device: torch.device | str | None = None,
-    trust_remote_code: bool = False,
-) -> nn.Module:  # fmt: skip
+    directory: str | Path, model: nn.Module | None = None, *, device: Device = None, trust_remote_code: bool = False
+) -> nn.Module:
     """Reads a quantized checkpoint: one that `save` wrote, or any of compressed-tensors or ModelOpt in a known format.
 
     The codes and scales in the files become buffers as they are; nothing is dequantized or rounded again. Every tensor

@@ -88,9 +88,7 @@ def runtime_warnings(
     names = names or StoredNames()
     if layout == MODELOPT:
         return list(_modelopt_warnings(plan, names))
-    of_transformers = [
-        *unpacking_warnings(plan, dtype), *_transformers_warnings(plan, names, tensors or {}, dtype)
-    ]  # fmt: skip
+    of_transformers = [*unpacking_warnings(plan, dtype), *_transformers_warnings(plan, names, tensors or {}, dtype)]
     return [*_run_time_warnings(plan), *_format_warnings(plan), *of_transformers, *_vllm_warnings(plan)]
 
 
@@ -408,12 +406,7 @@ def _holds(plan: Plan, model: nn.Module, part: nn.Module | None) -> int:
     return sum(layer.name.startswith(f"{paths[0]}.") for layer in plan.quantized) if paths and paths[0] else 0
 
 
-# Model classes of vLLM 0.29 and 0.33 for which transformers has no attention that vLLM's backend could replace.
-_SERVED = (
-    "Bloom", "CohereAsr", "Falcon", "FalconH1", "FalconMamba", "GPTJ", "Inkling", "Jamba", "KimiLinear", "Mamba",
-    "Mamba2", "MiniCPMV4_6", "NemotronH", "OlmoHybrid", "Qwen2Audio", "Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp",
-    "StableLm", "Whisper", "Zamba2",
-)  # fmt: skip
+_SERVED = read_table("vllm_models")["without_backend"]
 
 
 def vllm_problem(plan: Plan, model: Any, layout: str) -> str | None:

@@ -167,9 +167,10 @@ def probe_vllm(directory: Path, request: Mapping[str, Any], out: Path) -> None:
         logs.append([entry[token].logprob for token, entry in entries])
         likeliest.append([max(entry, key=lambda token: entry[token].logprob) for _, entry in entries])
     notes.tensors |= {
-        "logprobs": torch.tensor(logs), "likeliest": torch.tensor(likeliest),
+        "logprobs": torch.tensor(logs),
+        "likeliest": torch.tensor(likeliest),
         "greedy": torch.tensor([list(output.outputs[0].token_ids) for output in outputs]),
-    }  # fmt: skip
+    }
     attention = {type(m.impl).__name__ for m in model.modules() if hasattr(m, "impl") and hasattr(m, "kv_cache_dtype")}
     cache = {str(m.kv_cache_dtype) for m in model.modules() if hasattr(m, "impl") and hasattr(m, "kv_cache_dtype")}
     notes.save(out, runtime=f"vLLM {vllm.__version__}", attention=", ".join(attention), kv_cache=", ".join(cache))

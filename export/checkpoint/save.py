@@ -69,9 +69,8 @@ _FORM = {"_name_or_path", "architectures", "compression_config", "quantization_c
 
 
 def write_config(
-    directory: Path, model: Any, plan: Plan, names: StoredNames, source: Path | None = None,
-    state: Mapping[str, Tensor] | None = None,
-) -> None:  # fmt: skip
+    directory: Path, model: Any, plan: Plan, names: StoredNames, source: Path | None, state: Mapping[str, Tensor] | None
+) -> None:
     """Writes config.json with the model's class and dtype, and the `quantization_config`.
 
     It has the form of the file in `source`; without one, the form of transformers.
@@ -220,9 +219,8 @@ def save(
 
     destination = Destination(Path(directory).expanduser(), overwrite, source=source_directory(model, source))
     return write_model(
-        model, plan, destination, names, tokenizer=tokenizer,
-        allow_missing=allow_missing, finish=warn_and_finish,
-    )  # fmt: skip
+        model, plan, destination, names, tokenizer=tokenizer, allow_missing=allow_missing, finish=warn_and_finish
+    )
 
 
 def write_model(
@@ -348,37 +346,37 @@ def _comparable(file: Path) -> Any:
 
 
 def save_state_dict(
-    tensors: Mapping[str, Tensor], solved: Mapping[str, BlockScaledTensor], plan: Plan, directory: str | Path, *,
-    overwrite: bool = False, finish: Finish | None = None,
-) -> dict[str, str]:  # fmt: skip
+    tensors: Mapping[str, Tensor], solved: Mapping[str, BlockScaledTensor], plan: Plan, out: Destination, finish: Finish
+) -> dict[str, str]:
     """Saves as `save`, for a bare state dict whose weights `solved`, by layer, were quantized by `plan`."""
-    out: dict[str, Tensor] = {}
+    stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         layer = name if name in solved else name.removesuffix(".weight")
         if layer not in solved:
-            out[name] = tensor
+            stored[name] = tensor
             continue
         for matrix_name, weight in layer_weights(layer, solved[layer]).items():
             # Weight-only: without a module no inputs were seen, so no input scale exists.
-            for suffix, stored in compress(weight, None, tensor.dtype).items():
-                out[f"{matrix_name}.{suffix}"] = stored
+            for suffix, part in compress(weight, None, tensor.dtype).items():
+                stored[f"{matrix_name}.{suffix}"] = part
     # A mask is a buffer, and a state dict does not distinguish buffers from parameters: only planned weights must be
     # finite.
     masks = tensors.keys() - {f"{layer.name}.weight" for layer in plan.layers}
-    with new_directory(Path(directory).expanduser(), overwrite=overwrite) as temporary:
-        hashes = write_tensors(temporary, out, masks=masks)
+    with new_directory(out.directory, overwrite=out.overwrite) as temporary:
+        hashes = write_tensors(temporary, stored, masks=masks)
         plan.save(temporary / PLAN_FILE)
-        if finish is not None:
-            finish(temporary, hashes, checkpoint_warnings(plan, torch.bfloat16, StoredNames()))
+        finish(temporary, hashes, checkpoint_warnings(plan, torch.bfloat16, StoredNames()))
         _write_missing_checksums(temporary, hashes)
     return hashes
 
 
 # Files of weights that transformers may have written here before.
 _WEIGHTS = (
-    "model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin*",
+    "model*.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model*.bin*",
     "diffusion_pytorch_model*.safetensors*",
-)  # fmt: skip
+)
 
 
 _packed: "WeakKeyDictionary[nn.Module, Plan]" = WeakKeyDictionary()
@@ -524,10 +522,8 @@ def save_pretrained(
             options.get("repo_id") or directory.name, token=token, private=options.get("private"), exist_ok=True
         )
         asked = {name: options[name] for name in ("commit_message", "create_pr", "revision") if options.get(name)}
-        hub.upload_folder(
-            repo_id=repository.repo_id, folder_path=directory, allow_patterns=files, token=token,
-            **{"commit_message": "Upload model", **asked},
-        )  # fmt: skip
+        asked = {"commit_message": "Upload model", **asked}
+        hub.upload_folder(repo_id=repository.repo_id, folder_path=directory, allow_patterns=files, token=token, **asked)
 
 
 def _move_files(written: Path, directory: Path, source: Path | None) -> list[str]:

@@ -434,7 +434,7 @@ def _tensor_differences(pair: _Pair) -> Iterator[Difference]:
             yield Difference("tensors", name, problem, _why_changed(pair, name, problem))
     if not missing:
         return
-    unused = set(unused_tensors(pair.model, pair.original, pair.written, pair.names))
+    unused = set(unused_tensors(pair.model, pair.original, pair.written, pair.names, pair.original))
     for name in missing:
         yield Difference("tensors", name, "is missing", None if name in unused else _why_missing(pair, name))
 

@@ -184,9 +184,10 @@ def check_engine(
     problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
     if reason is not None or problems:
         return EngineCheck(
-            facts=[*facts, ("run", f"not run: {reason or problems}")], audit=findings,
+            facts=[*facts, ("run", f"not run: {reason or problems}")],
+            audit=findings,
             passed=False if problems else None,
-        )  # fmt: skip
+        )
     session = open_session(path, unsafe_load=unsafe_load, device=device)
     check_plan(session.plan, directory)
     new = min(new, session.capacity // 2)

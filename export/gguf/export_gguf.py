@@ -110,9 +110,11 @@ def vocabulary(tokenizer: Any, size: int) -> dict[str, Any]:
         starts_with_space = tokenizer.convert_ids_to_tokens(tokenizer.encode("a", add_special_tokens=False))[0] != "a"
         fields["add_space_prefix"] = starts_with_space
     ids = {
-        "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id, "unknown": tokenizer.unk_token_id,
+        "bos": tokenizer.bos_token_id,
+        "eos": tokenizer.eos_token_id,
+        "unknown": tokenizer.unk_token_id,
         "padding": tokenizer.pad_token_id,
-    }  # fmt: skip
+    }
     fields |= {f"{name}_token_id": number for name, number in ids.items() if number is not None}
     encoded = tokenizer.encode("a")
     fields["add_bos_token"] = ids["bos"] is not None and encoded[0] == ids["bos"]

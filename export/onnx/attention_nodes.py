@@ -37,6 +37,8 @@ from quant.formats.tensor import fake_quantize
 from quant.kernels.attention.kv_pages import KVPages, decode_kv, write_reference
 from quant.kernels.attention.reference import fp8_attention_reference
 
+_PLUGIN = {"plugin_version": PLUGIN_VERSION, "plugin_namespace": PLUGIN_DOMAIN}
+
 
 def _attention_body(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool, scales: list[float], kind: str
@@ -88,9 +90,8 @@ def plain_attention(
 
 
 def _attention(
-    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str, *,
-    runtime: str = "tensorrt",
-) -> Any:  # fmt: skip
+    q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool, scales: Sequence[float], kind: str, *, runtime: str
+) -> Any:
     op = opset()
     # TensorRT has fused kernels in half precision, and with a mask for four heads or more.
     if not scales and runtime == "tensorrt" and (int(q.dtype) == FLOAT or (mask is not None and q.shape[1] < 4)):
@@ -103,19 +104,19 @@ def _attention(
             op.QuantizeLinear(x, op.Constant(value_float=s), output_dtype=FLOAT8E4M3FN)
             for x, s in zip((q, k, v), scales, strict=False)
         ]
+        steps = op.Constant(value_floats=list(scales[:3]))
         return opset(PLUGIN_DOMAIN).QuantFp8Attention(
-            *codes, op.Constant(value_floats=list(scales[:3])), causal=int(causal), softmax_scale=scale,
-            output_type=int(q.dtype), plugin_version=PLUGIN_VERSION, plugin_namespace=PLUGIN_DOMAIN,
-        )  # fmt: skip
+            *codes, steps, causal=int(causal), softmax_scale=scale, output_type=int(q.dtype), **_PLUGIN
+        )
     # TensorRT fuses QuantizeLinear, DequantizeLinear and this op into one FP8 kernel.
     rounded = [
         round_trip(FORMATS["fp8"], widened(x), op.Constant(value_float=s), x.dtype)
         for x, s in zip((q, k, v), scales, strict=False)
     ]
+    step = op.Constant(value_float=scales[3])
     return opset(TRT_DOMAIN).TRT_QuantizedAttention(
-        *rounded, mask, op.Constant(value_float=scales[3]), scale=scale, is_causal=int(causal),
-        normalization_quantize_to_type=FLOAT8E4M3FN,
-    )  # fmt: skip
+        *rounded, mask, step, scale=scale, is_causal=int(causal), normalization_quantize_to_type=FLOAT8E4M3FN
+    )
 
 
 def _spelled_attention(q: Any, k: Any, v: Any, mask: Any, scale: float, causal: bool) -> Any:
@@ -163,9 +164,8 @@ def _cache_translation(format: str) -> Callable[..., Any]:
         after = op.Add(past, op.Cast(op.Shape(q, start=2, end=3), to=INT32))
         scales = [op.Constant(value_floats=list(values)) for values in (k_scale, v_scale)]
         outputs = opset(PLUGIN_DOMAIN).QuantCacheAttention(
-            *(q, k, v, *caches, *scales, past, after), softmax_scale=scale, format=format,
-            plugin_version=PLUGIN_VERSION, plugin_namespace=PLUGIN_DOMAIN,
-        )  # fmt: skip
+            *(q, k, v, *caches, *scales, past, after), softmax_scale=scale, format=format, **_PLUGIN
+        )
         # The exporter gives a node every output that its schema lists, and TensorRT takes those of the format alone.
         node = outputs[0].producer()
         node.resize_outputs(1 + len(caches))
@@ -287,9 +287,10 @@ torch.library.define(
 torch.library.register_fake(
     "quant::onnx_grouped_attention",
     lambda q, k, v, past_key, past_value, *_: (
-        q.new_empty(q.transpose(1, 2).shape), *map(torch.empty_like, (past_key, past_value)),
+        q.new_empty(q.transpose(1, 2).shape),
+        *map(torch.empty_like, (past_key, past_value)),
     ),
-)  # fmt: skip
+)
 _define(
     "onnx_delta_rule",
     "(Tensor S, Tensor q, Tensor k, Tensor v, Tensor decay, Tensor beta) -> (Tensor, Tensor)",

@@ -141,6 +141,8 @@ def operator(name: str, run: Callable[..., tuple[np.ndarray, ...]], domain: str 
     return type(name, (OpRun,), {"op_domain": domain, "_run": staticmethod(run)})
 
 
+Stored = Callable[[str], BlockScaledTensor | None]
+"""Reads a layer's weight, by its name, from the checkpoint; None where it is not there."""
 TOKENS = 8
 _WEIGHTS_AT_ONCE = 1 << 22
 _LARGE = 1 << 12  # bytes of a constant that shape inference does not need
@@ -153,14 +155,17 @@ _TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-
 
 
 def verify(
-    model: nn.Module, path: str | Path, *, checkpoint: Callable[[str], BlockScaledTensor | None] | None = None,
+    model: nn.Module,
+    path: Path,
+    *,
+    checkpoint: Stored | None = None,
     progress: Callable[[int, int], None] | None = None,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Returns the receipt of an exported file; `checkpoint` reads a layer's weight from the checkpoint, if it is there.
 
     Raises ValueError for a file that lacks a layer's nodes.
     """
-    graph = LayerGraphs(Path(path))
+    graph = LayerGraphs(path)
     quantized = [(n, module) for n, module in model.named_modules() if isinstance(module, QuantLinear | QuantConv)]
     layers = [(name, module) for name, module in quantized if name not in graph.unreached]
     if quantized and not layers:
@@ -374,9 +379,8 @@ class LayerGraphs:
 
 
 def _experts_entries(
-    name: str, module: Any, graph: LayerGraphs, checkpoint: Callable[[str], BlockScaledTensor | None] | None,
-    dtype: torch.dtype,
-) -> list[dict[str, Any]]:  # fmt: skip
+    name: str, module: Any, graph: LayerGraphs, checkpoint: Stored | None, dtype: torch.dtype
+) -> list[dict[str, Any]]:
     """Returns the entries of the quantized projections of fused experts, which are one node of the file.
 
     Its numbers are computed from the codes in the file, in float64, for two experts of each token.

@@ -247,5 +247,7 @@ def _change(value: Any, change: Callable[[np.ndarray], np.ndarray], dtype: Any =
     value.dtype, value.shape = dtype or stored.dtype, ir.Shape(shape)
     value.const_value = ir.LazyTensor(
         lambda: ir.tensor(change(stored.numpy()).astype(value.dtype.numpy(), order="C"), value.dtype, name=value.name),
-        value.dtype, value.shape, name=value.name,
-    )  # fmt: skip
+        value.dtype,
+        value.shape,
+        name=value.name,
+    )

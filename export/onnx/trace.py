@@ -35,15 +35,14 @@ from quant.kernels.linear.quantized_module import restore_layout
 
 Bodies = Mapping[str, Callable[..., Tensor]]
 """PyTorch functions by the names of the ops that they stand for."""
+Examples = Mapping[str, tuple[Tensor, tuple[str | int, ...]]]
 _FAKE_TENSORS = "torch._subclasses.fake_tensor"
 _LONGEST = 400  # characters of a text of torch's
 _UNLIMITED = 512  # sizes up to here are tried where a dimension has no limit
 
 
 @contextmanager
-def explained(
-    model: nn.Module, examples: Mapping[str, tuple[Tensor, tuple[str | int, ...]]], highest: Mapping[str, int]
-) -> Iterator[None]:
+def explained(model: nn.Module, examples: Examples, highest: Mapping[str, int]) -> Iterator[None]:
     """Raises ValueError in the place of an error of the trace of `model` that runs while this is open.
 
     `examples` are the example and dimensions of each input of the graph, and empty if they are no choice of the user's;
@@ -106,10 +105,7 @@ class _Guards:
             self.seen += [(module, guard.expr) for guard in mode.shape_env.guards[len(self.seen) :]]
 
 
-def _fixed_dimension(
-    text: str, name: str, guards: _Guards, examples: Mapping[str, tuple[Tensor, tuple[str | int, ...]]],
-    highest: Mapping[str, int],
-) -> str:  # fmt: skip
+def _fixed_dimension(text: str, name: str, guards: _Guards, examples: Examples, highest: Mapping[str, int]) -> str:
     """Returns the line on a dimension that the model fixes, or keeps within limits."""
     violated = re.search(r"Constraints violated \((\w+)", text)
     if limit := re.search(r"(\w+) = Dim\('\w+', max=(\d+)\)", text):

@@ -29,17 +29,7 @@ from torch import nn
 from quant.base.atomic import not_written
 from quant.base.errors import UserError
 from quant.export.kinds import CHOICES
-from quant.export.onnx.export_onnx import (
-    ATTENTION_KEY,
-    EXPORT_KEY,
-    ExportRecord,
-    own_metadata,
-    parameter_dtypes,
-    read_record,
-    round_head,
-    tracer_versions,
-    write_onnx,
-)
+from quant.export.onnx import export_onnx
 from quant.export.onnx.limits import load_graph
 from quant.export.tensorrt.audit import UNPLANNED, AuditRow, audit
 from quant.export.tensorrt.build import BuildOptions, Progress, build_engine, describe_graph
@@ -79,10 +69,10 @@ def audit_with_checkpoint(
             "(`quant export --to tensorrt`)"
         )
     with tempfile.TemporaryDirectory() as folder:
-        found = {ATTENTION_KEY: record.get("attention"), EXPORT_KEY: contents["export"]}
+        found = {export_onnx.ATTENTION_KEY: record.get("attention"), export_onnx.EXPORT_KEY: contents["export"]}
         exported, graph = _exported_again(f"{path}: its record", model, found, plan, Path(folder))
         again = load_graph(graph)
-        metadata, expected = own_metadata(again), describe_graph(again, Path(folder))
+        metadata, expected = export_onnx.own_metadata(again), describe_graph(again, Path(folder))
         nodes, layers = expected["attention_nodes"], expected["layers"]
         dtypes = exported.dtypes
         findings = audit(path, plan, attention=attention, attention_nodes=nodes, exported=layers, dtypes=dtypes)
@@ -110,12 +100,12 @@ def audit_onnx(path: Path, model: nn.Module, plan: Plan | None) -> list[AuditRow
     Another version of torch, transformers or onnxscript may export another graph; the finding then says so and passes.
     """
     file = load_graph(path)
-    if not (metadata := own_metadata(file)):
+    if not (metadata := export_onnx.own_metadata(file)):
         return [AuditRow(_GRAPH, UNPLANNED, "not compared: the file does not say how it was exported", True)]
     with tempfile.TemporaryDirectory() as folder:
         exported, graph = _exported_again(f"{path}: its metadata", model, metadata, plan, Path(folder))
         again = load_graph(graph)
-        others = list(_other_metadata(metadata, own_metadata(again)))
+        others = list(_other_metadata(metadata, export_onnx.own_metadata(again)))
         expected = describe_graph(again, Path(folder))["graph"]
     found = describe_graph(file, path.parent)["graph"]
     needed = _other_versions(exported.versions)
@@ -128,24 +118,24 @@ def audit_onnx(path: Path, model: nn.Module, plan: Plan | None) -> list[AuditRow
 
 def _exported_again(
     where: str, model: nn.Module, metadata: Mapping[str, Any], plan: Plan | None, folder: Path
-) -> tuple[ExportRecord, Path]:
+) -> tuple[export_onnx.ExportRecord, Path]:
     """Exports a checkpoint's model as a file's metadata say, in whose dtype it is put; returns record and ONNX file."""
-    if missing := {ATTENTION_KEY, EXPORT_KEY} - {*metadata}:
+    if missing := {export_onnx.ATTENTION_KEY, export_onnx.EXPORT_KEY} - {*metadata}:
         raise UserError(f"{where} lacks {' and '.join(sorted(missing))}; export it again")
-    if (attention := metadata[ATTENTION_KEY]) not in CHOICES["attention"]:
+    if (attention := metadata[export_onnx.ATTENTION_KEY]) not in CHOICES["attention"]:
         words = ", ".join(CHOICES["attention"])
-        raise UserError(f"{where} {ATTENTION_KEY} is {attention!r}, none of {words}; export it again")
-    exported, options = read_record(where, metadata[EXPORT_KEY])
-    if parameter_dtypes(model) != exported.dtypes:
+        raise UserError(f"{where} {export_onnx.ATTENTION_KEY} is {attention!r}, none of {words}; export it again")
+    exported, options = export_onnx.read_record(where, metadata[export_onnx.EXPORT_KEY])
+    if export_onnx.parameter_dtypes(model) != exported.dtypes:
         narrow = [dtype for dtype in ("bfloat16", "float16") if dtype in exported.dtypes]
         cast_unquantized(model, (*narrow, "float32")[0])
     head = output_head(model)
     if (own := exported.head) and any(name == own and module is head for name, module in model.named_modules()):
-        round_head(model, own)  # and no other layer
+        export_onnx.round_head(model, own)  # and no other layer
     try:
-        return exported, write_onnx(model, folder / "model.onnx", **options, attention=attention, plan=plan)
+        return exported, export_onnx.write_onnx(model, folder / "model.onnx", **options, attention=attention, plan=plan)
     except ValueError as error:
-        raise UserError(f"{where} {EXPORT_KEY} does not fit the checkpoint: {error}") from error
+        raise UserError(f"{where} {export_onnx.EXPORT_KEY} does not fit the checkpoint: {error}") from error
     except OSError as error:  # the disk of temporary files is full
         raise not_written(folder / "model.onnx", error) from None
 
@@ -154,9 +144,9 @@ def _other_metadata(found: Mapping[str, Any], expected: Mapping[str, str]) -> It
     """Yields a finding for each key of the metadata whose value the export does not write."""
 
     def value(metadata: Mapping[str, Any], key: str) -> Any:
-        if key != EXPORT_KEY:
+        if key != export_onnx.EXPORT_KEY:
             return metadata.get(key)
-        return dataclasses.replace(read_record("", metadata[key])[0], versions={})  # of any version
+        return dataclasses.replace(export_onnx.read_record("", metadata[key])[0], versions={})  # of any version
 
     for key in sorted({*found, *expected}):
         if value(found, key) != value(expected, key):
@@ -165,7 +155,7 @@ def _other_metadata(found: Mapping[str, Any], expected: Mapping[str, str]) -> It
 
 def _other_versions(versions: Mapping[str, str]) -> str:
     """Returns what exported a graph and is here in another version: packages, as pip takes them, and the processor."""
-    installed = tracer_versions()
+    installed = export_onnx.tracer_versions()
     return ", ".join(f"{name}=={version}" for name, version in versions.items() if installed.get(name) != version)
 
 

@@ -40,11 +40,10 @@ _INPUTS = {"fp8": ("fp8",), "fp8_channel": ("fp8",), "int8": ("int8_tensor",), "
 
 
 def compile_engine(
-    model: nn.Module, out: str | Path, inputs: Mapping[str, Tensor], target: str, *, plan: Plan | None = None,
-    allow_fallback: bool = False,
-) -> list[AuditRow]:  # fmt: skip
+    model: nn.Module, out: Path, inputs: Mapping[str, Tensor], target: str, *, plan: Plan | None, allow_fallback: bool
+) -> list[AuditRow]:
     """Compiles a module with torch-tensorrt, writes TensorRT's engine, and returns the audit."""
-    out, gpu = Path(out), resolve_target(target)
+    gpu = resolve_target(target)
     for name, module in model.named_modules():
         if isinstance(module, QuantConv):
             raise ValueError(

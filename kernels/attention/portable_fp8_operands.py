@@ -198,10 +198,10 @@ def decode_blocks(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values of E4M3 `[batch, heads, tokens, dim]`, contiguous, with a scale for 128 tokens of a head."""
     batch, heads, tokens, dim = codes.shape
     out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
+    width = triton.next_power_of_2(dim)
     fp8_blocks_decode_kernel[scale_blocks(tokens), batch * heads](
-        codes, scale.contiguous(), out, tokens, dim=dim, width=triton.next_power_of_2(dim), rows=SCALE_BLOCK,
-        num_warps=8, enable_fp_fusion=True,
-    )  # fmt: skip
+        codes, scale.contiguous(), out, tokens, dim, width, SCALE_BLOCK, num_warps=8, enable_fp_fusion=True
+    )
     return out
 
 

@@ -60,7 +60,7 @@ def _write(
     kind: tl.constexpr, per_token: tl.constexpr, dim: tl.constexpr, width: tl.constexpr, tokens: tl.constexpr,
 ):  # fmt: skip
     """Writes `x` [tokens, width] to the rows of pages that begin at `codes_at` and `blocks_at`; `line` counts rows."""
-    column = tl.arange(0, width)
+    x, column = x.to(tl.float32), tl.arange(0, width)
     if kind == "16bit":
         mask = inside[:, None] & (column < dim)[None, :]
         tl.store(codes + codes_at[:, None] + column[None, :], x.to(codes.dtype.element_ty), mask=mask)
@@ -117,14 +117,12 @@ def kv_pages_write_kernel(
     at, head = token.to(tl.int64)[:, None], kv_head.to(tl.int64)
     x = tl.load(k + batch * k_batch + head * k_head + at * k_token + column[None, :], mask=mask, other=0.0)
     _write(
-        x.to(tl.float32), k_codes, k_scale, k_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
-        width, tokens,
-    )  # fmt: skip
+        x, k_codes, k_scale, k_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim, width, tokens
+    )
     x = tl.load(v + batch * v_batch + head * v_head + at * v_token + column[None, :], mask=mask, other=0.0)
     _write(
-        x.to(tl.float32), v_codes, v_scale, v_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
-        width, tokens,
-    )  # fmt: skip
+        x, v_codes, v_scale, v_blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim, width, tokens
+    )
 
 
 @on_its_gpu
@@ -162,10 +160,7 @@ def _write_slots(
     blocks_at = slot // page * block_page + row * (dim // 16)
     mask = inside[:, None] & (column < dim)[None, :]
     x = tl.load(x + token[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    _write(
-        x.to(tl.float32), codes, scale, blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim,
-        width, tokens,
-    )  # fmt: skip
+    _write(x, codes, scale, blocks, codes_at, blocks_at, line, inside, kv_head, kind, per_token, dim, width, tokens)
 
 
 @triton.jit(do_not_specialize=["kv_heads", "count"])
@@ -246,7 +241,6 @@ def read_nvfp4_kv(codes: Tensor, blocks: Tensor, scale: Tensor, dtype: torch.dty
     width = triton.next_power_of_2(2 * half)
     rows = 4096 // width
     nvfp4_kv_read_kernel[triton.cdiv(tokens, rows), batch * heads](
-        codes, compilable(blocks), scale, out, tokens, dim=2 * half, width=width, rows=rows, num_warps=4,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        codes, compilable(blocks), scale, out, tokens, 2 * half, width, rows, num_warps=4, enable_fp_fusion=True
+    )
     return out

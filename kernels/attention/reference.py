@@ -53,7 +53,7 @@ def reference(
     for rows, keys in zip(*sequences, strict=True):
         # [batch, kv_heads, group, queries, dim] by [batch, kv_heads, 1, keys, dim]
         part = query[:, :, rows].unflatten(1, (k.shape[1], -1)), key[:, :, None, keys], value[:, :, None, keys]
-        for piece, (values, sums) in _in_pieces(*part, options, rounded_to):
+        for piece, (values, sums) in _in_pieces(*part, options, rounded_to, False):
             queries = slice(rows.start + piece.start, rows.start + piece.stop)
             out[:, :, queries], lse[:, :, queries] = values.flatten(1, 2).to(out.dtype), sums.flatten(1, 2)
     return out, lse
@@ -78,9 +78,8 @@ def _dequantized(x: Tensor, scale: Tensor | None, cu_seqlens: Tensor | None, com
 
 
 def _in_pieces(
-    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, rounded_to: torch.dtype | None,
-    whole: bool = False,
-) -> Iterator[_Piece]:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, rounded_to: torch.dtype | None, whole: bool
+) -> Iterator[_Piece]:
     """Yields the attention and log-sum-exp of one sequence, as many queries at a time as memory allows, or all."""
     seq_q, seq_kv = query.shape[-2], key.shape[-2]
     pieces = [slice(None)]

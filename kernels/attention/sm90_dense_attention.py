@@ -827,8 +827,9 @@ def sm90_dense_attention(
     if groups == 2:
         gl.warp_specialize(
             [(_consume, (consumed, 0, kind)), (_consume, (consumed, 1, kind)), (_produce, (produced, kind))],
-            [4, 1], [kind.tiles.registers, 24],
-        )  # fmt: skip
+            [4, 1],
+            [kind.tiles.registers, 24],
+        )
     else:
         gl.warp_specialize(
             [
@@ -837,8 +838,9 @@ def sm90_dense_attention(
                 (_consume, (consumed, 2, kind)),
                 (_produce, (produced, kind)),
             ],
-            [4, 4, 1], [kind.tiles.registers, kind.tiles.registers, 24],
-        )  # fmt: skip
+            [4, 4, 1],
+            [kind.tiles.registers, kind.tiles.registers, 24],
+        )
 
 
 def attend(

@@ -59,10 +59,10 @@ def grouped_linear(
         )
     if bias is not None and (bias.shape != weight.shape[:2] or not bias.is_contiguous()):
         raise ValueError(f"grouped linear: bias is {list(bias.shape)}, expected {list(weight.shape[:2])}, contiguous")
+    rounding = activation.name if activation else ""
     return torch.ops.quant.grouped_linear(
-        x, weight.codes, weight.scale, weight.global_scale, input_scale, offsets, weight.format.name,
-        activation.name if activation else "", bias,
-    )  # fmt: skip
+        x, weight.codes, weight.scale, weight.global_scale, input_scale, offsets, weight.format.name, rounding, bias
+    )
 
 
 def sort_by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:

@@ -95,8 +95,9 @@ def add_products(
         pair = tl.load(code_row + byte[None, :], mask=byte[None, :] < codes_width, other=0).to(tl.int32)
         low, high = decode_element(pair & 15, element), decode_element(pair >> 4, element)
         if per_weight:
-            s = _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
-                        block_k // columns, columns // 2)  # fmt: skip
+            s = _scales(
+                scale, n, start // columns, N, K, scale_stride, kind, rows, columns, block_k // columns, columns // 2
+            )
             low, high = low * s, high * s
         # The order of a sum over K is free: even columns first, then odd ones, as the codes lie in their bytes.
         even, odd = tl.split(tokens.reshape(tokens.shape[0], block_k // 2, 2))
@@ -114,8 +115,9 @@ def add_products(
         else:
             w = decode_element(tl.load(code_row + k[None, :], mask=k[None, :] < K, other=0.0), element)
         if per_weight:
-            w = w * _scales(scale, n, start // columns, N, K, scale_stride, kind, rows, columns,
-                            block_k // columns, columns)  # fmt: skip
+            w = w * _scales(
+                scale, n, start // columns, N, K, scale_stride, kind, rows, columns, block_k // columns, columns
+            )
         product = _multiply(product, tokens, w.to(tokens.dtype), swap)
     if per_tile:
         pointer = scale + (tl.minimum(n, N - 1) // rows).to(tl.int64) * scale_stride + start // columns

@@ -326,9 +326,8 @@ def move_rows_kernel(
 
 @triton.jit
 def weigh_kernel(
-    y, places, weights, out, K, weighted: tl.constexpr, per_token: tl.constexpr, width: tl.constexpr,
-    overlap: tl.constexpr,
-):  # fmt: skip
+    y, places, weights, out, K, weigh: tl.constexpr, per_token: tl.constexpr, width: tl.constexpr, overlap: tl.constexpr
+):
     """One piece of a token: the rows of its slots, weighted and added in FP32 in the order of the slots."""
     start_next(overlap)
     wait_for_previous(overlap)
@@ -340,7 +339,7 @@ def weigh_kernel(
     for slot in tl.static_range(per_token):
         row = tl.load(places + token * per_token + slot).to(tl.int64)
         value = tl.load(y + row * K + column, mask=(column < K) & (row >= 0), other=0.0).to(tl.float32)
-        if weighted:
+        if weigh:
             value *= tl.load(weights + token * per_token + slot).to(tl.float32)
         total += value
     tl.store(out + token * K + column, total.to(out.dtype.element_ty), mask=column < K)
@@ -365,24 +364,22 @@ def route(x: Tensor, index: Tensor, experts: int, local: Tensor | None = None) -
     rows, places = x.new_empty(slots, columns), torch.empty_like(index, dtype=torch.int32)
     offsets = places.new_empty(experts + 1)
     copy = {"per_token": per_token, "width": min(triton.next_power_of_2(columns), 4096), "num_warps": 4}
-    numbers, options = index if local is None else local, {"mapped": local is not None, **overlap_options(x)}
+    numbers = index if local is None else local
+    options = {"mapped": local is not None, "enable_fp_fusion": True, **overlap_options(x)}
     if slots <= FEW_SLOTS:
         # Sizes four times apart, so that few variants are compiled.
         most = next(size for size in (64, 256, FEW_SLOTS) if slots <= size)
         place_rows_kernel[max(slots, experts + 1),](
-            x, index, numbers, offsets, rows, places, slots, experts, columns, x.stride(0), most=most,
-            enable_fp_fusion=True, **copy, **options,
-        )  # fmt: skip
+            x, index, numbers, offsets, rows, places, slots, experts, columns, x.stride(0), most=most, **copy, **options
+        )
         return rows, offsets, places
     cursor, width = places.new_empty(experts), max(triton.next_power_of_2(experts), 32)
     count_rows_kernel[1,](
-        index, numbers, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        index, numbers, offsets, cursor, slots, experts, width=width, block=2048, num_warps=8, **options
+    )
     move_rows_kernel[slots,](
-        x, index, numbers, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        x, index, numbers, cursor, rows, places, slots, experts, columns, x.stride(0), **copy, **options
+    )
     return rows, offsets, places
 
 
@@ -397,6 +394,6 @@ def weigh(y: Tensor, places: Tensor, weights: Tensor | None, out: Tensor) -> Non
         raise ValueError(f"weigh: y {list(y.shape)}, places {list(places.shape)} and out {list(out.shape)} do not fit")
     if out.numel():
         weigh_kernel[tokens * triton.cdiv(y.shape[1], 1024),](
-            y, places, y if weights is None else weights, out, y.shape[1], weighted=weights is not None,
+            y, places, y if weights is None else weights, out, y.shape[1], weigh=weights is not None,
             per_token=per_token, width=1024, num_warps=4, **overlap_options(y), enable_fp_fusion=True,
         )  # fmt: skip

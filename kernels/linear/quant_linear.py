@@ -73,10 +73,10 @@ def quantized_linear(
     # `input_scale` is the static scale of the activation format, a float32 scalar; None measures each input.
     if x.shape[-1] != weight.shape[-1]:
         raise ValueError(f"input {list(x.shape)} does not fit a weight of shape {list(weight.shape)} [out, in]")
+    rounding = activation.name if activation else ""
     return torch.ops.quant.linear(
-        x, weight.codes, weight.scale, weight.global_scale, bias, input_scale, weight.format.name,
-        activation.name if activation else "",
-    )  # fmt: skip
+        x, weight.codes, weight.scale, weight.global_scale, bias, input_scale, weight.format.name, rounding
+    )
 
 
 def rounded_input(x: Tensor, activation: Format, input_scale: Tensor | None) -> Tensor:

@@ -183,11 +183,10 @@ def _piece_sum(
 
 @gluon.jit
 def reduce_pieces(
-    partial, abandoned, scale, row_scale, out, work, whole, group: gl.constexpr, rows: gl.constexpr,
-    constants: gl.constexpr,
-):  # fmt: skip
+    partial, left, scale, row_scale, out, work, whole, group: gl.constexpr, rows: gl.constexpr, constants: gl.constexpr
+):
     """Adds up this program's pieces of the tile that it shares, and the pieces that other programs left to it."""
-    # `abandoned` has a bit for each program that had stopped waiting when this one, the last, left its sum.
+    # `left` has a bit for each program that had stopped waiting when this one, the last, left its sum.
     program = gl.program_id(0)
     parts = work.parts
     if program < work.cut * parts:
@@ -212,7 +211,7 @@ def reduce_pieces(
         if arrivals + mine == parts + ((1 << parts) - 1 << ARRIVAL_BITS):
             gl.store(counter, 0)
         # All parts had arrived when the bit was set: the pieces are this program's to add up.
-        todo = abandoned | gl.where((arrivals & ARRIVALS) == parts, 1 << part, 0)
+        todo = left | gl.where((arrivals & ARRIVALS) == parts, 1 << part, 0)
         n, _, m, _ = locate(whole + tile, work, constants)
         for piece in range(halves * across):
             if (todo >> (piece % parts)) & 1 != 0:
@@ -567,8 +566,9 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
                         if i + 1 == depth:
                             mbarrier.wait(rings.full.index(next_slot), next_phase, pred=step + u + 1 < count)
                             following = next_slot
-                        word, word_scales = load_words(rings.words.index(following), rings.scales.index(following),
-                                                       group, (i + 1) % depth, warps)  # fmt: skip
+                        word, word_scales = load_words(
+                            rings.words.index(following), rings.scales.index(following), group, (i + 1) % depth, warps
+                        )
                     else:
                         a = _weights(rings, scales_low if i % halves == 0 else scales_high, slot,
                                      (group * halves + i % halves) * panels, i // halves, constants,
@@ -577,8 +577,9 @@ def _consume(rings, staging, scales, out, partial, work, constants: gl.constexpr
                         low, low_tail = _multiply(a, rings, index, low, low_tail, tail_operand, tail)
                     else:
                         high, high_tail = _multiply(a, rings, index, high, high_tail, tail_operand, tail)
-                    low, low_tail, high, high_tail = _wait_for_products(low, low_tail, high, high_tail, ahead,
-                                                                        constants)  # fmt: skip
+                    low, low_tail, high, high_tail = _wait_for_products(
+                        low, low_tail, high, high_tail, ahead, constants
+                    )
                     if ahead == 1 and i == 0:
                         # The last product of the slot before has now read its operands.
                         mbarrier.arrive(rings.empty.index(slot_before(slot, stages)), count=1, pred=step + u > 0)
@@ -780,9 +781,11 @@ def prepare_gemm_many(
     y_fields = matrix_fields(y, wide, across)
     x_tail, y_tail = (matrix_fields(x, tail, 64), matrix_fields(y, tail, across)) if tail else (x_fields, y_fields)
     options = {
-        "constants": constants, "num_warps": 8 // tiles.groups,
-        "maxnreg": max_registers(tiles), "launch_pdl": tiles.overlap,
-    }  # fmt: skip
+        "constants": constants,
+        "num_warps": 8 // tiles.groups,
+        "maxnreg": max_registers(tiles),
+        "launch_pdl": tiles.overlap,
+    }
     launch, counter_count = CachedLaunch(sm90_codes_gemm_many, (programs,), options), tiles.groups * cut
 
     def run(

@@ -245,9 +245,8 @@ def row_scales(weight: BlockScaledTensor) -> tuple[Tensor, Tensor]:
     N, K = weight.shape
     unit, scale = torch.empty(2, N, dtype=torch.float32, device=weight.codes.device).unbind(0)
     nvfp4_row_scales_kernel[(N // 64,)](
-        weight.scale, weight.global_scale, unit, scale, K, largest=E2M1.max / E4M3.max, tiles=64, num_warps=4,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        weight.scale, weight.global_scale, unit, scale, K, E2M1.max / E4M3.max, 64, num_warps=4, enable_fp_fusion=True
+    )
     return unit, scale
 
 

@@ -371,9 +371,11 @@ def prepare_gemm_few(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None, 
     split = units % (programs * steps) != 0
     x_fields, (w_fields, s_fields) = matrix_fields(x, block_m, 64), prepacked_fields(weight, depth)
     constants = {
-        "constants": Constants(bias is not None, tiles.stages, depth, split, tiles.overlap), **registers(tiles),
-        "num_warps": tiles.warps, "launch_pdl": tiles.overlap,
-    }  # fmt: skip
+        "constants": Constants(bias is not None, tiles.stages, depth, split, tiles.overlap),
+        **registers(tiles),
+        "num_warps": tiles.warps,
+        "launch_pdl": tiles.overlap,
+    }
     launch = CachedLaunch(sm90_nvfp4_gemm_few, (programs,), constants)
 
     def run(x: Tensor, weight: BlockScaledTensor, bias: Tensor | None) -> Tensor:

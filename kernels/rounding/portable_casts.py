@@ -285,9 +285,11 @@ def _kernel_of(format: Format) -> Any:
 def _constants(format: Format, columns: int, launch: _Launch) -> dict[str, Any]:
     """Returns the compile-time constants and the options of the kernel that casts to a format."""
     constants = {
-        "largest": format.element.max, "flat": launch.flat or columns == launch.width, "width": launch.width,
+        "largest": format.element.max,
+        "flat": launch.flat or columns == launch.width,
+        "width": launch.width,
         "num_warps": launch.warps,
-    }  # fmt: skip
+    }
     if format.is_nvfp4:
         return constants | {"whole": columns % BLOCK == 0, "four_or_six": format.input_rule == "four_over_six"}
     kind = "wide" if format.scale.is_wide else format.scale.name

@@ -303,9 +303,8 @@ def _launch_solver(
     several = (targets, coupling, inverses, values, scales, moves)
     strides = [tensor.stride(0) if weights else 0 for tensor in several]
     _solver(triton.cdiv(n, _ROWS), windows, weights[0] if weights else 1, improve)(
-        *several, global_scale, n, inputs // WIDTH // windows, targets.stride(-2), coupling.stride(-2),
-        coupling.stride(-1), *strides,
-    )  # fmt: skip
+        *several, global_scale, n, inputs // WIDTH // windows, targets.stride(-2), *coupling.stride()[-2:], *strides
+    )
     return moves
 
 
@@ -390,10 +389,10 @@ def fake_quantize_nvfp4(x: Tensor, global_scale: Tensor | None, format: Format =
         global_scale = global_scale_of(x.abs().amax(), format)
     out = torch.empty_like(x)
     blocks = x.numel() // WIDTH
+    four_or_six = format.input_rule == "four_over_six"
     nvfp4_fake_quantize_kernel[(triton.cdiv(blocks, _BLOCKS),)](
-        x, out, global_scale, blocks, four_or_six=format.input_rule == "four_over_six", WIDTH=WIDTH, BLOCKS=_BLOCKS,
-        enable_fp_fusion=True,
-    )  # fmt: skip
+        x, out, global_scale, blocks, four_or_six, WIDTH, _BLOCKS, enable_fp_fusion=True
+    )
     return out
 
 

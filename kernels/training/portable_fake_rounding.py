@@ -114,7 +114,7 @@ def on_grid(
 
 @triton.jit
 def round_kernel(
-    weight, scale, global_scale, out, N, K, weight_stride, scale_stride,
+    weight, scale, global_scale, out, N, K, w_stride, scale_stride,
     largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
     integer: tl.constexpr,
     kind: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, measured: tl.constexpr, has_global: tl.constexpr,
@@ -124,7 +124,7 @@ def round_kernel(
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     inside = (n[:, None] < N) & (k[None, :] < K)
-    w = tl.load(weight + n.to(tl.int64)[:, None] * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + n.to(tl.int64)[:, None] * w_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
     if measured:
         blocks = w.reshape(block_n, block_k // columns, columns)
@@ -138,21 +138,21 @@ def round_kernel(
 
 @triton.jit
 def _backward_tile(
-    gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
+    gradient, weight, scale, global_scale, n, k, N, K, dy_stride, w_stride, scale_stride,
     rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
 ):  # fmt: skip
     """Loads the operands of a gradient: tiles of dY, of the weight and of its steps, and the global scale."""
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = n.to(tl.int64)[:, None]
-    w = tl.load(weight + row * weight_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
-    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + row * w_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + row * dy_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     second = tl.load(global_scale).to(tl.float32) if has_global else 1.0
     return dy, w, _given_scale(scale, second, n, k, N, K, scale_stride, rows, columns), second
 
 
 @triton.jit
 def mask_kernel(
-    gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
+    gradient, weight, scale, global_scale, out, N, K, dy_stride, w_stride, scale_stride,
     largest: tl.constexpr, least: tl.constexpr, rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
@@ -160,16 +160,15 @@ def mask_kernel(
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     dy, w, step, _ = _backward_tile(
-        gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
-        rows, columns, has_global,
-    )  # fmt: skip
+        gradient, weight, scale, global_scale, n, k, N, K, dy_stride, w_stride, scale_stride, rows, columns, has_global
+    )
     dw = tl.where((w >= least * step) & (w <= largest * step), dy, 0.0).to(out.dtype.element_ty)
     tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], dw, mask=(n[:, None] < N) & (k[None, :] < K))
 
 
 @triton.jit
 def slope_kernel(
-    gradient, weight, scale, global_scale, out, N, K, gradient_stride, weight_stride, scale_stride,
+    gradient, weight, scale, global_scale, out, N, K, dy_stride, w_stride, scale_stride,
     largest: tl.constexpr, least: tl.constexpr, mantissa: tl.constexpr, lowest: tl.constexpr, top: tl.constexpr,
     integer: tl.constexpr,
     rows: tl.constexpr, columns: tl.constexpr, has_global: tl.constexpr, block_n: tl.constexpr, block_k: tl.constexpr,
@@ -178,9 +177,8 @@ def slope_kernel(
     n = tl.program_id(1) * block_n + tl.arange(0, block_n)
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     dy, w, step, second = _backward_tile(
-        gradient, weight, scale, global_scale, n, k, N, K, gradient_stride, weight_stride, scale_stride,
-        rows, columns, has_global,
-    )  # fmt: skip
+        gradient, weight, scale, global_scale, n, k, N, K, dy_stride, w_stride, scale_stride, rows, columns, has_global
+    )
     # LSQ: the slope of q(w / s) · s in s is q − w / s inside the range, and q at its ends.
     steps = tl.div_rn(w, step)
     within = tl.where((w >= least * step) & (w <= largest * step), steps, 0.0)
@@ -193,7 +191,7 @@ def slope_kernel(
 
 @triton.jit
 def input_kernel(
-    gradient, x, rounded, scale, out, N, K, gradient_stride, stride, rounded_stride,
+    gradient, x, rounded, scale, out, N, K, dy_stride, stride, rounded_stride,
     least: tl.constexpr, most: tl.constexpr, columns: tl.constexpr, has_scale: tl.constexpr,
     block_n: tl.constexpr, block_k: tl.constexpr,
 ):  # fmt: skip
@@ -204,7 +202,7 @@ def input_kernel(
     k = tl.program_id(0) * block_k + tl.arange(0, block_k)
     inside = (n[:, None] < N) & (k[None, :] < K)
     row = n.to(tl.int64)[:, None]
-    dy = tl.load(gradient + row * gradient_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
+    dy = tl.load(gradient + row * dy_stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     value = tl.load(x + row * stride + k[None, :], mask=inside, other=0.0).to(tl.float32)
     change = tl.load(rounded + row * rounded_stride + k[None, :], mask=inside, other=0.0).to(tl.float32) - value
     size = tl.abs(value).reshape(block_n, block_k // columns, columns)
@@ -310,17 +308,13 @@ def within(gradient: Tensor, x: Tensor, scale: Tensor, largest: float) -> Tensor
 
 
 def _backward(
-    kernel: Any, out: Tensor, gradient: Tensor, weight: Tensor, format: Format, scale: Tensor,
-    global_scale: Tensor | None,
-) -> Tensor:  # fmt: skip
+    kernel: Any, out: Tensor, gradient: Tensor, weight: Tensor, format: Format, scale: Tensor, second: Tensor | None
+) -> Tensor:
     """Returns `out`, contiguous, which `kernel` fills from the gradient `[N, K]` of the rounded weight."""
     gradient, weight, scale, (N, K) = _rows(gradient), _rows(weight), scale.contiguous(), weight.shape
-    has_global = global_scale is not None
-    launch = _launch(kernel, N, K, format, has_global)
-    launch(
-        gradient, weight, scale, global_scale if has_global else weight, out, N, K, gradient.stride(0),
-        weight.stride(0), scale.stride(0),
-    )  # fmt: skip
+    launch = _launch(kernel, N, K, format, second is not None)
+    strides = [x.stride(0) for x in (gradient, weight, scale)]
+    launch(gradient, weight, scale, weight if second is None else second, out, N, K, *strides)
     return out
 
 

@@ -151,7 +151,7 @@ def weigh_rows(rows: Tensor, positions: Tensor, weights: Tensor | None, tokens: 
     out = torch.empty(tokens, H, dtype=dtype, device=rows.device)
     if out.numel():
         factors, per_token = rows if weights is None else weights.contiguous(), len(positions) // tokens
-        options = {"weighted": weights is not None, "per_token": per_token, "width": 1024, "overlap": False}
+        options = {"weigh": weights is not None, "per_token": per_token, "width": 1024, "overlap": False}
         launch = cached_launch(weigh_kernel, (tokens * triton.cdiv(H, 1024),), num_warps=4, **options)
         launch(rows, positions, factors, out, H)
     return out

@@ -54,8 +54,10 @@ def _pattern(plan: Plan, layer: LayerPlan) -> tuple[str, set[str]]:
     literal = re.sub(r"([*?[])", r"[\1]", layer.name)  # matches nothing else
     pattern = re.sub(r"(?<=\.)\d+(?=\.)", "*", literal)
     matching = [other for other in plan.layers if fnmatchcase(other.name, pattern)]
-    if all((other.kind, other.weight, other.activation) == (layer.kind, layer.weight, layer.activation)
-           for other in matching):  # fmt: skip
+    if all(
+        (other.kind, other.weight, other.activation) == (layer.kind, layer.weight, layer.activation)
+        for other in matching
+    ):
         return pattern, {other.name for other in matching}
     return literal, {layer.name}
 

@@ -17,7 +17,7 @@ import click
 from quant.base.atomic import temporary_directory
 from quant.base.errors import UserError, counted, printable, quoted
 from quant.base.json_files import typed
-from quant.cli.command import DEVICE, JSON, QUIET, REVISION, TRUST_CODE, Command, print_json
+from quant.cli.command import COUNT, DEVICE, JSON, PATH, QUIET, REVISION, TRUST_CODE, Command, print_json
 from quant.cli.console import page, print_table, stages, status
 from quant.models.files import find_checkpoint, is_export
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -45,11 +45,13 @@ _OPTIONS = {
               "file, which then runs next to it.")  # fmt: skip
 @click.option("--model-factory", metavar="FILE.py:FUNCTION",
               help="Function that builds the module of a checkpoint without config.json.")  # fmt: skip
-@click.option("--runtime", type=click.Choice(["vllm", "transformers"]),
-              help="Also load the checkpoint in this runtime, as installed here, and hold each layer against "
-              "quant.load.")  # fmt: skip
+@click.option(
+    "--runtime",
+    type=click.Choice(["vllm", "transformers"]),
+    help="Also load the checkpoint in this runtime, as installed here, and hold each layer against quant.load.",
+)
 @click.option("--engine", metavar="JSON", help="With --runtime vllm: further arguments of vllm.LLM, as JSON.")
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path),
+@click.option("--plan", "plan_file", type=PATH,
               help="Plan that the engine was built from.  [default: that of --checkpoint; without both, the layers are "
               "listed and the audit cannot fail]")  # fmt: skip
 @click.option("--checkpoint", type=click.Path(path_type=Path, exists=True, file_okay=False),
@@ -60,7 +62,7 @@ _OPTIONS = {
               "that built it is installed and, with --source, the engine cannot run]")  # fmt: skip
 @click.option("--attention", type=click.Choice(["fp8", "half"]), help="Precision that attention must run in.")
 @click.option("--allow-fallback", is_flag=True, help="List layers that do not run as planned, and succeed.")
-@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, show_default=True,
+@click.option("--max-new-tokens", type=COUNT, default=64,
               help="With --source: tokens of an exported file that are compared in each row.")  # fmt: skip
 @DEVICE
 @TRUST_CODE

@@ -276,7 +276,9 @@ def _package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
-HELP = {"help_option_names": ["-h", "--help"]}
+PATH = click.Path(path_type=Path)
+COUNT = click.IntRange(min=1)
+HELP = {"help_option_names": ["-h", "--help"], "show_default": True}
 """Context settings of all commands."""
 _BUG = 70  # what sysexits.h calls an internal software error
 # Key in click's context, with the package's name as click asks of extensions.
@@ -287,18 +289,19 @@ _FIRST_RANK = 1.0  # seconds in which the first rank prints an error that all ra
 _POLL, _TERMINAL, _CLEANING = 0.05, 5.0, 60.0
 QUIET = click.option("--quiet", is_flag=True, help="Print errors only.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON on standard output.")
-DEVICE = click.option("--device", default="auto", show_default=True, help="Where to compute: cpu, cuda, cuda:N, or "
-                      "auto, a GPU if any.")  # fmt: skip
-DEVICES = click.option("--devices", type=click.IntRange(min=1), metavar="N", help="Share the work among N processes, "
-                       "each with a GPU of its own.")  # fmt: skip
-SEED = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True,
-                    help="Seed of all random numbers.")  # fmt: skip
-ATTENTION = click.option("--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  "
-                         "[default: the plan's]")  # fmt: skip
+DEVICE = click.option("--device", default="auto", help="Where to compute: cpu, cuda, cuda:N, or auto, a GPU if any.")
+DEVICES = click.option(
+    "--devices", type=COUNT, metavar="N", help="Share the work among N processes, each with a GPU of its own."
+)
+SEED = click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Seed of all random numbers.")
+ATTENTION = click.option(
+    "--attention", metavar="FORMAT", help="Format of attention's operands: fp8 or 16bit.  [default: the plan's]"
+)
 KV_CACHE = click.option("--kv-cache", metavar="FORMAT", help="Format of the KV cache: fp8, nvfp4 or 16bit, or one for "
                         "each layer with commas.  [default: the plan's]")  # fmt: skip
-REVISION = click.option("--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, "
-                        "such as org/name.")  # fmt: skip
+REVISION = click.option(
+    "--revision", metavar="REV", help="Branch, tag or commit of a MODEL on the Hugging Face hub, such as org/name."
+)
 
 
 def _trust(context: click.Context, _: click.Parameter, trusted: bool) -> bool:

@@ -21,13 +21,12 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
 def _one_of(
-    names: Callable[[], Iterable[str]], *, separator: str = "", allowed: Callable[[str], bool] = lambda value: True,
-    files: bool = False,
-) -> Complete:  # fmt: skip
-    """Returns the completion of an option that takes a name, or several with a `separator`, or a file too."""
+    names: Callable[[], Iterable[str]], *, between: str = "", allowed: Callable[[str], bool] = bool, files: bool = False
+) -> Complete:
+    """Returns the completion of an option that takes a name, or several with a sign `between`, or a file too."""
 
     def complete(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        head, sign, last = incomplete.rpartition(separator) if separator else ("", "", incomplete)
+        head, sign, last = incomplete.rpartition(between) if between else ("", "", incomplete)
         values = [f"{head}{sign}{name}" for name in names() if name.startswith(last)]
         items = [CompletionItem(value) for value in values if allowed(value)]
         # The shell itself lists the files that begin with the text.
@@ -43,10 +42,10 @@ def _is_solver(name: str) -> bool:
 
 
 PRESET_LIST = _one_of(
-    presets, separator=",", allowed=lambda value: len(value.split(",")) == len({*value.split(",")}), files=True
+    presets, between=",", allowed=lambda value: len(value.split(",")) == len({*value.split(",")}), files=True
 )
 FORMAT_NAMES = _one_of(lambda: (*FORMATS, "16bit"))
-SOLVERS = _one_of(lambda: METHODS, separator="+", allowed=_is_solver)
+SOLVERS = _one_of(lambda: METHODS, between="+", allowed=_is_solver)
 OBSERVERS = _one_of(lambda: _OBSERVERS)
 TARGET_NAMES = _one_of(lambda: (*TARGETS, *GPUS, *GENERATIONS, "local"), files=True)
 SOURCES = _one_of(lambda: ("mix", "self"), files=True)

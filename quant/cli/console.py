@@ -220,7 +220,7 @@ _REASONS = 8  # reasons that are counted below a plan without their column
 
 
 def print_table(
-    columns: Mapping[str, Sequence[str]], *, title: str | None = None, drops: Sequence[str] = (), **style: Any
+    columns: Mapping[str, Sequence[str]], *, title: str = "", drops: Sequence[str] = (), **style: Any
 ) -> None:
     """Prints a table, and below it the names of the columns that had no room.
 
@@ -234,9 +234,8 @@ def print_table(
 
 
 def fitting(
-    columns: Mapping[str, Sequence[str]], out: Console, *, title: str | None = None, drops: Sequence[str] = (),
-    **style: Any,
-) -> tuple[Table, list[str]]:  # fmt: skip
+    columns: Mapping[str, Sequence[str]], out: Console, *, title: str = "", drops: Sequence[str] = (), **style: Any
+) -> tuple[Table, list[str]]:
     """Returns the table that fits a console, and the names of the columns that it goes without; see `print_table`."""
     # Control characters are shown, which makes cells wider, before anything is measured.
     columns = {printable(column): list(map(printable, cells)) for column, cells in columns.items()}
@@ -258,7 +257,7 @@ def fitting(
     # Names in the first column are broken where even they have no room.
     may_break = {next(iter(widths))} if sum(widths.values()) > out.width else set()
     settings = {"box": SIMPLE_HEAD, "padding": (0, 1, 0, 0), "pad_edge": False, "title_justify": "left", **style}
-    grid = Table(title=None if title is None else Text(title), **settings)
+    grid = Table(title=Text(title) if title else None, **settings)
     for column in widths:
         marks = column.removesuffix(names[column])
         one_line = "!" in marks and column not in may_break
@@ -327,11 +326,13 @@ def _print_reasons(what: str, layers: Sequence[LayerPlan], out: Console) -> None
 def _plan_columns(shown: Sequence[LayerPlan], report: Mapping[str, Any] | None, *, costs: bool) -> dict[str, list[str]]:
     snr = {layer["name"]: layer["snr_db"] for layer in report["layers"]} if report else {}
     columns: dict[str, Callable[[LayerPlan], str]] = {
-        "!layer": lambda m: m.name, "!>shape": lambda m: "×".join(map(str, m.shape)),
+        "!layer": lambda m: m.name,
+        "!>shape": lambda m: "×".join(map(str, m.shape)),
         "!weight": lambda m: str(m.weight or "16 bit"),
         "!input": lambda m: str(m.activation or "16 bit") if m.weight else "–",
-        "!solver": lambda m: m.solver if m.weight else "–", "!>bits": lambda m: f"{m.bits_per_weight:.3f}",
-    }  # fmt: skip
+        "!solver": lambda m: m.solver if m.weight else "–",
+        "!>bits": lambda m: f"{m.bits_per_weight:.3f}",
+    }
     if costs:
         columns["!>bytes"] = lambda m: f"{m.nbytes:,}"
     if snr:

@@ -177,7 +177,7 @@ def _print_gpu(out: Console, gpu: dict[str, Any]) -> None:
 
 @click.command("bench", cls=Command)
 @click.argument("model")
-@click.option("--tokens", default="1,16,256", show_default=True, help="Numbers of rows to time MODEL's matmuls with.")
+@click.option("--tokens", default="1,16,256", help="Numbers of rows to time MODEL's matmuls with.")
 @TRUST
 @QUIET
 @JSON
@@ -209,7 +209,7 @@ def bench_command(model: str, tokens: str, quiet: bool, as_json: bool) -> None:
 
 @click.command("tune", cls=Command)
 @click.argument("model")
-@click.option("--tokens", default="1,16,64,256", show_default=True, help="Numbers of rows to tune for.")
+@click.option("--tokens", default="1,16,64,256", help="Numbers of rows to tune for.")
 @TRUST
 @QUIET
 @JSON

@@ -32,30 +32,32 @@ if TYPE_CHECKING:
 @click.command("evaluate", cls=cli.Command)
 @click.argument("model", shell_complete=MODELS)
 @click.option(
-    "--text", "texts", multiple=True, type=click.Path(path_type=Path),
+    "--text", "texts", multiple=True, type=cli.PATH,
     help="Text, or token ids in safetensors. Repeatable: figures stand side by side.",
 )  # fmt: skip
 @click.option(
-    "--data", multiple=True, metavar="SOURCE",
+    "--data",
+    multiple=True,
+    metavar="SOURCE",
     help="In place of a text: images/, sounds/, hf:NAME or named inputs, as for `quantize --calib`. Repeatable.",
-)  # fmt: skip
+)
 @click.option("--baseline", shell_complete=MODELS, help="Model to compare with; gives KL, top-1 agreement, cosine "
               "and relative error.")  # fmt: skip
-@click.option("--samples", default=16, show_default=True, help="Rows of each text; images or sounds.")
-@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option("--batch-size", default=1, show_default=True, help="Rows per forward pass.")
+@click.option("--samples", default=16, help="Rows of each text; images or sounds.")
+@click.option("--seqlen", default=512, help="Tokens per row.")
+@click.option("--batch-size", default=1, help="Rows per forward pass.")
 @click.option(
     "--task",
     "own_tasks",
     multiple=True,
-    type=click.Path(path_type=Path),
+    type=cli.PATH,
     metavar="FILE.jsonl",
     help="In place of a text: questions with right answers, one a line (docs/measuring.md). Repeatable.",
 )
 @click.option("--tasks", metavar="NAMES", help="In place of a text: tasks of lm-eval, such as arc_easy,hellaswag.")
-@click.option("--task-path", type=click.Path(path_type=Path), help="Folder with YAML files of tasks of your own.")
+@click.option("--task-path", type=cli.PATH, help="Folder with YAML files of tasks of your own.")
 @click.option("--shots", type=click.IntRange(min=0), help="Solved examples before each question of --tasks.")
-@click.option("--limit", type=click.IntRange(min=1), help="Documents of each of --tasks.  [default: all]")
+@click.option("--limit", type=cli.COUNT, help="Documents of each of --tasks.  [default: all]")
 @cli.DEVICE
 @cli.DEVICES
 @cli.ATTENTION

@@ -8,7 +8,7 @@ import click
 
 from quant.base import old_names
 from quant.base.errors import UserError, counted
-from quant.cli.command import JSON, QUIET, TRUST, Command, print_json
+from quant.cli.command import COUNT, JSON, PATH, QUIET, TRUST, Command, print_json
 from quant.cli.console import CONSOLE, listener
 from quant.export.kinds import CALIB_SAMPLES, CHOICES, KINDS, SEQLEN
 
@@ -21,18 +21,19 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 o
 
 
 @click.command("export", cls=Command)
-@click.argument("directory", type=click.Path(path_type=Path))
+@click.argument("directory", type=PATH)
 @click.option("--to", "kind", required=True, type=_Kind(list(KINDS)), help="Kind of export.")
-@click.option("--out", type=click.Path(path_type=Path), help="Destination. [default: next to DIRECTORY]")
+@click.option("--out", type=PATH, help="Destination. [default: next to DIRECTORY]")
 @click.option("--overwrite", is_flag=True, help="Replace --out.")
 @click.option("--shapes", multiple=True, metavar="TEXT", help="Ranges of dynamic dimensions: "
               "batch=1:1:4,sequence=32:128:512. Repeatable, one per profile.")  # fmt: skip
 @click.option("--input", "inputs", multiple=True, metavar="NAME:DTYPE:DIMS", help="Input of a module that is not a "
               "transformers model: x:fp32:batch,3,224,224. Repeatable, in order.")  # fmt: skip
-@click.option("--attention", type=click.Choice(CHOICES["attention"]), default="native", show_default=True,
+@click.option("--attention", type=click.Choice(CHOICES["attention"]), default="native",
               help="How FP8 attention of the plan runs: in TensorRT, in our plugin, or not (16 bit).")  # fmt: skip
-@click.option("--dtype", type=click.Choice(CHOICES["dtype"]), help="For all that is not quantized.  [default: the "
-              "model's]")  # fmt: skip
+@click.option(
+    "--dtype", type=click.Choice(CHOICES["dtype"]), help="For all that is not quantized.  [default: the model's]"
+)
 @click.option("--capacity", type=click.IntRange(min=0), help="Tokens that each row of a decoder's KV cache holds; 0 "
               "exports one pass without a cache.  [default: 4096, or the model's limit]")  # fmt: skip
 @click.option("--kv-cache", type=click.Choice(CHOICES["kv_cache"]), help="Format of a decoder's KV cache; fp8 and "
@@ -49,11 +50,11 @@ class _Kind(click.Choice):  # type: ignore[type-arg]  # generic from click 8.2 o
 @click.option("--allow-fallback", is_flag=True, help="Accept an engine with layers in half precision; they are named.")
 @click.option("--calib", multiple=True, metavar="SOURCE", help="Calibration text for FP8 attention and --kv-cache, "
               "as for `quantize`.")  # fmt: skip
-@click.option("--calib-samples", type=click.IntRange(min=1), default=CALIB_SAMPLES, show_default=True,
-              help="Rows of calibration text.")  # fmt: skip
-@click.option("--seqlen", default=SEQLEN, show_default=True, help="Tokens per row.")
-@click.option("--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the module, without "
-              "config.json.")  # fmt: skip
+@click.option("--calib-samples", type=COUNT, default=CALIB_SAMPLES, help="Rows of calibration text.")
+@click.option("--seqlen", default=SEQLEN, help="Tokens per row.")
+@click.option(
+    "--model-factory", metavar="FILE.py:FUNCTION", help="Function that builds the module, without config.json."
+)
 @TRUST
 @QUIET
 @JSON

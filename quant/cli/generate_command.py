@@ -20,39 +20,46 @@ if TYPE_CHECKING:
     from quant.export.onnx.engine_session import EngineSession
 
 
+_OF_MODELS, _OF_ENGINES = ("device", "dtype", "attention", "kv_cache"), ("temperature", "top_k", "top_p", "seed")
+
+
 @click.command("generate", cls=cli.Command)
 @click.argument("model", shell_complete=MODELS)
 @click.option("--prompt", "prompts", required=True, multiple=True, help="Text to continue. Repeatable with --engine.")
-@click.option("--max-new-tokens", default=64, show_default=True, help="Maximum number of tokens to add.")
+@click.option("--max-new-tokens", default=64, help="Maximum number of tokens to add.")
 @cli.DEVICE
 @click.option("--dtype", help="bfloat16, float16 or float32, for what is not quantized.  [default: the model's]")
 @cli.ATTENTION
 @cli.KV_CACHE
-@click.option("--engine", type=click.Path(path_type=Path), metavar="FILE", help="Run this file, which was exported "
+@click.option("--engine", type=cli.PATH, metavar="FILE", help="Run this file, which was exported "
               "from the checkpoint MODEL: an ONNX file in onnxruntime, an engine in TensorRT, or a .pt2 of "
               "AOTInductor, which is code and needs --trust-remote-code.")  # fmt: skip
-@click.option("--temperature", default=0.0, show_default=True, help="With --engine: 0 takes the likeliest token.")
-@click.option("--top-k", default=0, show_default=True, help="With --engine: number of tokens to draw among; 0 is all.")
-@click.option("--top-p", default=1.0, show_default=True, help="With --engine: draw among tokens of this probability.")
+@click.option("--temperature", default=0.0, help="With --engine: 0 takes the likeliest token.")
+@click.option("--top-k", default=0, help="With --engine: number of tokens to draw among; 0 is all.")
+@click.option("--top-p", default=1.0, help="With --engine: draw among tokens of this probability.")
 @cli.SEED
 @cli.TRUST_CODE
 @cli.REVISION
 @cli.QUIET
 @cli.JSON
 def generate_command(
-    model: str, prompts: tuple[str, ...], max_new_tokens: int, engine: Path | None, unsafe_load: bool, quiet: bool,
-    as_json: bool, **choices: Any,
-) -> None:  # fmt: skip
+    model: str,
+    prompts: tuple[str, ...],
+    engine: Path | None,
+    unsafe_load: bool,
+    quiet: bool,
+    as_json: bool,
+    **choices: Any,
+) -> None:
     """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
 
     On a GPU our kernels multiply by the quantized weights; on a CPU their PyTorch reference does. With --engine, the
     exported file runs in the place of MODEL: several prompts at once, and sampling, if requested. An ONNX file runs on
     a GPU if onnxruntime has its CUDA provider (onnxruntime-gpu).
     """
-    of_models, of_engines = ("device", "dtype", "attention", "kv_cache"), ("temperature", "top_k", "top_p", "seed")
     in_onnxruntime = engine is not None and (engine.is_dir() or engine.suffix == ".onnx")
     context = click.get_current_context()
-    for name in of_models[in_onnxruntime:] if engine is not None else of_engines:
+    for name in _OF_MODELS[in_onnxruntime:] if engine is not None else _OF_ENGINES:
         if context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
             why = "--engine runs a file which is as it was exported; leave it out"
             if engine is None:
@@ -61,32 +68,28 @@ def generate_command(
     if engine is not None:
         from quant.export.engines.check_engine import open_session
 
-        sampling = {name: choices[name] for name in of_engines}
         with status(f"loading {engine}", quiet or as_json):
             session = open_session(engine, unsafe_load=unsafe_load, device=choices["device"])
-        _run_session(session, model, prompts, max_new_tokens, sampling, quiet=quiet, as_json=as_json)
+        _run_session(session, model, prompts, choices, quiet=quiet, as_json=as_json)
         return
     if is_export(Path(model)):
         raise UserError(f"{model} is an export; name the checkpoint it was made from, and it with --engine {model}")
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
-    options = {name: choices[name] for name in of_models}
-    _run_model(model, prompts[0], max_new_tokens, options, unsafe_load=unsafe_load, quiet=quiet, as_json=as_json)
+    options = {name: choices[name] for name in ("max_new_tokens", *_OF_MODELS)}
+    _run_model(model, prompts[0], options, unsafe_load=unsafe_load, quiet=quiet, as_json=as_json)
 
 
 def _run_session(
-    session: EngineSession, model: str, prompts: tuple[str, ...], max_new_tokens: int, sampling: dict[str, Any], *,
-    quiet: bool, as_json: bool,
-) -> None:  # fmt: skip
+    session: EngineSession, model: str, prompts: tuple[str, ...], choices: dict[str, Any], *, quiet: bool, as_json: bool
+) -> None:
     from quant.export.engines.check_engine import Sampling, generate_text
 
-    chosen = Sampling(**sampling)
+    chosen, new = Sampling(**{name: choices[name] for name in _OF_ENGINES}), choices["max_new_tokens"]
     # Pieces of several texts would be mixed up, so those are printed whole.
     single = len(prompts) == 1 and not as_json
     with _line(prompts[0]) if single else nullcontext() as on_text:
-        written = generate_text(
-            session, find_checkpoint(model), prompts, max_new_tokens, sampling=chosen, on_text=on_text
-        )
+        written = generate_text(session, find_checkpoint(model), prompts, new, sampling=chosen, on_text=on_text)
     if as_json:
         cli.print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
         return
@@ -100,9 +103,8 @@ def _run_session(
 
 
 def _run_model(
-    model: str, prompt: str, max_new_tokens: int, options: dict[str, Any], *, unsafe_load: bool, quiet: bool,
-    as_json: bool,
-) -> None:  # fmt: skip
+    model: str, prompt: str, options: dict[str, Any], *, unsafe_load: bool, quiet: bool, as_json: bool
+) -> None:
     """Continues a prompt with a model, and prints the text; `options` are keywords of `generate`."""
     from quant.export.checkpoint.load import open_runnable
     from quant.generate.generate import generate
@@ -117,7 +119,7 @@ def _run_model(
     options |= cli.attention_options(source.path, options["attention"], options["kv_cache"])
     # JSON has the text whole; without it, pieces appear as they are decoded.
     with nullcontext() if as_json else _line(prompt) as on_text:
-        written = generate(module, source.load_tokenizer(), prompt, max_new_tokens, **options, on_text=on_text)
+        written = generate(module, source.load_tokenizer(), prompt, **options, on_text=on_text)
     if as_json:
         cli.print_json({**dataclasses.asdict(written), "tokens_per_second": written.tokens_per_second})
     elif not quiet:

@@ -8,7 +8,7 @@ import click
 from quant.base.atomic import write_atomically
 from quant.base.errors import UserError
 from quant.base.json_files import read_json
-from quant.cli.command import JSON, REVISION, TRUST, Command, echo, print_json
+from quant.cli.command import JSON, PATH, REVISION, TRUST, Command, echo, print_json
 from quant.cli.completion import MODELS
 from quant.cli.console import print_plan, print_table
 from quant.export.checkpoint.files.directory import check_apart, saved_report
@@ -47,11 +47,10 @@ def inspect_command(directory: str, as_json: bool) -> None:
 
 
 @click.command("report", cls=Command)
-@click.argument("directory", type=click.Path(path_type=Path))
-@click.argument("other", type=click.Path(path_type=Path), required=False)
-@click.option("--receipt", "receipt_file", type=click.Path(path_type=Path), help="Receipt that `quant export` wrote.")
-@click.option("--out", type=click.Path(path_type=Path), help="HTML file.  [default: report.html in DIRECTORY; "
-              "comparison.html here]")  # fmt: skip
+@click.argument("directory", type=PATH)
+@click.argument("other", type=PATH, required=False)
+@click.option("--receipt", "receipt_file", type=PATH, help="Receipt that `quant export` wrote.")
+@click.option("--out", type=PATH, help="HTML file.  [default: report.html in DIRECTORY; comparison.html here]")
 def report_command(directory: Path, other: Path | None, receipt_file: Path | None, out: Path | None) -> None:
     """Write the HTML report of a checkpoint again from its report.json and plan.json, or compare it with OTHER.
 

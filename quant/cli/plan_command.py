@@ -10,7 +10,7 @@ import click
 
 from quant.base.atomic import claimed
 from quant.base.errors import UserError, counted, importing, megabytes
-from quant.cli.command import JSON, Toolbox, command_line, echo, model_options, print_json
+from quant.cli.command import JSON, PATH, Toolbox, command_line, echo, model_options, print_json
 from quant.cli.completion import MODELS, TARGET_NAMES
 from quant.cli.console import listener, page, print_plan, print_table
 from quant.cli.quantize import OF_PLANS, RunCommand, request_of, run_options
@@ -25,10 +25,12 @@ from quant.recipes.targets import RTX, TARGETS, Target
 
 # Fields of a whole plan that `diff` compares: key, label, and how the absence of a value reads.
 _PLAN_FIELDS = (
-    ("kv_cache", "KV cache", "16 bit"), ("attention", "attention", "16 bit"),
-    ("guard", "guard", "none"), ("observer", "observer", ""),
-)  # fmt: skip
-_PLAN = click.argument("plan_file", metavar="PLAN", type=click.Path(path_type=Path))
+    ("kv_cache", "KV cache", "16 bit"),
+    ("attention", "attention", "16 bit"),
+    ("guard", "guard", "none"),
+    ("observer", "observer", ""),
+)
+_PLAN = click.argument("plan_file", metavar="PLAN", type=PATH)
 
 
 @click.group("plan", cls=Toolbox)
@@ -39,7 +41,7 @@ def plan_group() -> None:
 @plan_group.command("make", cls=RunCommand)
 @click.argument("model", shell_complete=MODELS)
 @partial(run_options, own=OF_PLANS)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the plan.")
+@click.option("--out", type=PATH, required=True, help="File for the plan.")
 @click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
 def make_command(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
     """Decide the plan of MODEL and write it; `quantize MODEL --plan FILE` then executes it.
@@ -68,7 +70,7 @@ def make_command(out: Path, quiet: bool, as_json: bool, **options: Any) -> None:
 @plan_group.command("show")
 @_PLAN
 @click.option("--match", "globs", multiple=True, metavar="GLOB", help="Only layers that match. Repeatable.")
-@click.option("--sort", type=click.Choice(["model", "score", "bytes"]), default="model", show_default=True)
+@click.option("--sort", type=click.Choice(["model", "score", "bytes"]), default="model")
 @click.option("--all", "everything", is_flag=True, help="Show layers that stay in 16 bit too.")
 @JSON
 def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything: bool, as_json: bool) -> None:
@@ -90,8 +92,8 @@ def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything:
 
 
 @plan_group.command("diff")
-@click.argument("before", type=click.Path(path_type=Path))
-@click.argument("after", type=click.Path(path_type=Path))
+@click.argument("before", type=PATH)
+@click.argument("after", type=PATH)
 @JSON
 def diff_command(before: Path, after: Path, as_json: bool) -> None:
     """List the layers that change from BEFORE to AFTER, and the totals of both."""
@@ -107,7 +109,7 @@ def diff_command(before: Path, after: Path, as_json: bool) -> None:
 @click.option("--guard", metavar="'LIMIT FORMAT …'", help="As in `quantize`; an empty text takes it away.")
 @click.option("--observer", metavar="NAME", help="As in `quantize`: absmax, percentile, mse or entropy.")
 @click.option("--whole-groups", is_flag=True, help="Change all layers that are fused with a matching one.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="File for the edited plan.")
+@click.option("--out", type=PATH, required=True, help="File for the edited plan.")
 @click.option("--overwrite", is_flag=True, help="Replace --out if it exists.")
 @JSON
 def edit_command(

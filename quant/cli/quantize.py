@@ -5,7 +5,6 @@ change about a plan, are options of `quant plan make` alone, whose plan `quantiz
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import click
@@ -71,14 +70,14 @@ _ROUNDING = (
     click.option("--calib", shell_complete=SOURCES, multiple=True, metavar="SOURCE",
                  help="Calibration data: a file of text, rows or token ids, hf:DATASET, a folder of images or sounds, "
                  "self, mix, or mix+FILE (docs/calibration.md). Repeatable.  [default: mix, if the plan needs text]"),
-    click.option("--calib-samples", type=click.IntRange(min=1), metavar="N",
+    click.option("--calib-samples", type=cli.COUNT, metavar="N",
                  help="Rows of calibration text, images or sounds.  [default: 32; up to 512 of mix on a GPU]"),
     click.option("--eval", "eval_texts", shell_complete=SOURCES, multiple=True, metavar="SOURCE",
                  help="Evaluation text or other inputs, as for --calib. Repeatable: text of another kind shows what "
                  "carries over."),
-    click.option("--eval-samples", type=click.IntRange(min=1), default=16, show_default=True,
+    click.option("--eval-samples", type=cli.COUNT, default=16,
                  help="Rows of each --eval."),
-    click.option("--seqlen", type=click.IntRange(min=1), default=512, show_default=True, help="Tokens per row."),
+    click.option("--seqlen", type=cli.COUNT, default=512, help="Tokens per row."),
     cli.SEED,
 )  # fmt: skip
 OF_PIPELINES = (
@@ -90,8 +89,9 @@ OF_PIPELINES = (
     click.option("--max-error", type=float, metavar="RATIO",
                  help="Find the smallest model whose predictions differ by less, relatively: 0.05."),
 )  # fmt: skip
-_BUDGET = click.option("--bits", type=float, help="Choose formats with this many bits per weight, scales and padding "
-                       "counted.")  # fmt: skip
+_BUDGET = click.option(
+    "--bits", type=float, help="Choose formats with this many bits per weight, scales and padding counted."
+)
 OF_PLANS = (
     click.option("--kv-bits", metavar="BITS", help="Choose a format of the KV cache for each layer (nvfp4, fp8, 16 "
                  "bit) with this many bits per value, or auto: so that weights and cache together lose the least; for "
@@ -103,8 +103,8 @@ OF_PLANS = (
     click.option("--observer", shell_complete=OBSERVERS,
                  help="Method that sets static activation scales: absmax, percentile, mse or entropy."),
     click.option("--fit", metavar="SIZE", help="… so that weights and KV cache fit into SIZE: 24GB."),
-    click.option("--ctx", default="4096", show_default=True, metavar="N", help="Tokens per sequence for --fit: 32k."),
-    click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=1, show_default=True,
+    click.option("--ctx", default="4096", metavar="N", help="Tokens per sequence for --fit: 32k."),
+    click.option("--batch", type=click.IntRange(1, 2**31 - 1), default=1,
                  help="Concurrent sequences, for --fit and --latency."),
     click.option("--latency", metavar="TIME", help="… so that a decoding step takes at most TIME, such as 12ms."),
     click.option("--max-kl", type=float, metavar="NATS",
@@ -122,7 +122,7 @@ OF_PLANS = (
                  help="Matching layers get at least FORMAT's bits."),
     click.option("--search", type=click.IntRange(min=0), metavar="N",
                  help="Measurements that improve the choice for a budget.  [default: 500 on a GPU, 0 on a CPU]"),
-    click.option("--sensitivity", type=click.Path(path_type=Path),
+    click.option("--sensitivity", type=cli.PATH,
                  help="File that keeps the scores for the next run."),
     cli.REVISION,
 )  # fmt: skip
@@ -157,8 +157,8 @@ def request_of(options: dict[str, Any], command: str) -> Any:
 @click.command("quantize", cls=RunCommand)
 @click.argument("model", shell_complete=MODELS)
 @run_options
-@click.option("--plan", "plan_file", type=click.Path(path_type=Path), help="Plan file, which you may have edited.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for checkpoint and report, or a .gguf file.")
+@click.option("--plan", "plan_file", type=cli.PATH, help="Plan file, which you may have edited.")
+@click.option("--out", type=cli.PATH, help="Directory for checkpoint and report, or a .gguf file.")
 @click.option("--overwrite", is_flag=True, help="Replace the contents of --out.")
 @click.option("--allow-missing", is_flag=True, help="Write --out even if transformers would miss or ignore tensors.")
 @click.option("--restart", is_flag=True, help="Delete what an unfinished run to --out left, and begin anew.")

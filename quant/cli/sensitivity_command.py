@@ -8,7 +8,7 @@ import click
 
 from quant.base.atomic import claimed
 from quant.calibration.sensitivity.table import METHODS, Sensitivity, parse_candidates
-from quant.cli.command import DEVICE, DEVICES, JSON, QUIET, SEED, Command, model_options, print_json
+from quant.cli.command import COUNT, DEVICE, DEVICES, JSON, PATH, QUIET, SEED, Command, model_options, print_json
 from quant.cli.completion import MODELS, PRESET_LIST, SOLVERS, SOURCES
 from quant.cli.console import listener, print_table
 from quant.export.checkpoint.files.directory import check_apart
@@ -17,18 +17,17 @@ from quant.models.files import WatchedFiles, find_model, packages_of
 
 @click.command("sensitivity", cls=Command)
 @click.argument("model", shell_complete=MODELS)
-@click.option("--formats", shell_complete=PRESET_LIST, default="nvfp4,mxfp8,fp8", show_default=True,
-              help="Presets, PRESETa16, or WEIGHT@INPUT.")  # fmt: skip
-@click.option("--method", type=click.Choice(METHODS), default="fisher", show_default=True, help="fisher: one "
+@click.option(
+    "--formats", shell_complete=PRESET_LIST, default="nvfp4,mxfp8,fp8", help="Presets, PRESETa16, or WEIGHT@INPUT."
+)
+@click.option("--method", type=click.Choice(METHODS), default="fisher", help="fisher: one "
               "backward pass; kl: measured for each group; output: relative error of each layer's output.")  # fmt: skip
-@click.option("--out", type=click.Path(path_type=Path), help="File for the table; an interrupted run continues it.")
+@click.option("--out", type=PATH, help="File for the table; an interrupted run continues it.")
 @click.option("--calib", shell_complete=SOURCES, multiple=True, metavar="SOURCE", help="Calibration data, as for "
               "`quantize`.  [default: mix]")  # fmt: skip
-@click.option("--samples", type=click.IntRange(min=1), default=8, show_default=True,
-              help="Rows of text; 2 are enough for kl.")  # fmt: skip
-@click.option("--seqlen", default=512, show_default=True, help="Tokens per row.")
-@click.option("--solver", shell_complete=SOLVERS, default="rtn", show_default=True, help="Method that rounds the "
-              "weights to be scored.")  # fmt: skip
+@click.option("--samples", type=COUNT, default=8, help="Rows of text; 2 are enough for kl.")
+@click.option("--seqlen", default=512, help="Tokens per row.")
+@click.option("--solver", shell_complete=SOLVERS, default="rtn", help="Method that rounds the weights to be scored.")
 @click.option("--include", multiple=True, metavar="GLOB", help="Score only layers that match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out layers that match. Repeatable.")
 @SEED

@@ -197,16 +197,13 @@ Reporter = Callable[[int, int], None]
 """Called with (rows done, rows in all) after each batch."""
 
 
-def evaluate_texts(
-    model: nn.Module, texts: Mapping[str, Tensor | Inputs], *args: Any,
-    worst: WorstPredictions | None = None, **options: Any,
-) -> Evaluation:  # fmt: skip
+def evaluate_texts(model: nn.Module, texts: Mapping[str, Tensor | Inputs], *args: Any, **options: Any) -> Evaluation:
     """Measures a model on each of several texts or kinds of inputs, by name; further arguments as in `evaluate`."""
-    evaluations = []
+    evaluations, worst = [], options.get("worst")
     for name, rows in texts.items():
         if worst is not None:
             worst.text = name
-        evaluations.append(replace(evaluate(model, rows, *args, worst=worst, **options), text=name))
+        evaluations.append(replace(evaluate(model, rows, *args, **options), text=name))
     # One evaluation holds the further ones, so that code for a single text needs no case for several.
     return replace(evaluations[0], others=tuple(evaluations[1:]))
 

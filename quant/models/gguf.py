@@ -81,10 +81,12 @@ def set_rope(config: Any, file: Any) -> None:
             raise UserError(f"LongRoPE without {lacks}; convert the file again from the original model")
         long, short = (tensors[name].tolist() for name in FREQUENCY_TENSORS[1:])
         scaling = {
-            "rope_type": "longrope", "long_factor": long, "short_factor": short,
+            "rope_type": "longrope",
+            "long_factor": long,
+            "short_factor": short,
             "original_max_position_embeddings": int(original),
             **({"attention_factor": float(attention)} if attention else {}),
-        }  # fmt: skip
+        }
     if not scaling:
         return
     if not isinstance(parameters, dict):
@@ -522,12 +524,8 @@ def shared_parsing() -> Iterator[None]:
         pool = stack.enter_context(ThreadPoolExecutor())
         codecs = require("gguf.quants", "hf")
         by_rows = partial(_on_all_cores, pool)
-        stack.enter_context(
-            replaced([
-                (gguf, "GGUFReader", reader), (gguf, "get_tensor_name_map", names),
-                (codecs, "_apply_over_grouped_rows", by_rows),
-            ])
-        )  # fmt: skip
+        stack.enter_context(replaced([(gguf, "GGUFReader", reader), (gguf, "get_tensor_name_map", names)]))
+        stack.enter_context(replaced([(codecs, "_apply_over_grouped_rows", by_rows)]))
         # Releases of transformers without this module keep their progress bar.
         if find_spec(_LOADER):
             loader = require(_LOADER, "hf")

@@ -130,9 +130,11 @@ TRUSTED = ContextVar("TRUSTED", default=False)
 """Whether Python files of a model may run, which `remote_code` sets."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _FULL_MODELS = (
-    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING", "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
-    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-)  # fmt: skip
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+)
 """Classes of transformers with every part of a model; each by its config."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 

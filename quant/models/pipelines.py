@@ -103,9 +103,10 @@ def _loras(directory: Path) -> list[Path]:
     """Returns the files of a directory that hold a LoRA, as diffusers and as other trainers name its tensors."""
     marks = (".lora_A", ".lora_down", "lora.down", "lora1.down", "lora2.down")
     return [
-        file for file in directory.glob("*.safetensors")
+        file
+        for file in directory.glob("*.safetensors")
         if any(mark in name for name in safetensors_file(file).keys() for mark in marks)  # noqa: SIM118
-    ]  # fmt: skip
+    ]
 
 
 def open_pipeline(path: Path, **components: Any) -> Any:
@@ -115,6 +116,7 @@ def open_pipeline(path: Path, **components: Any) -> Any:
     """
     diffusers: Any = require("diffusers", "diffusion")
     dtypes = {name: dtype for name in components_of(path) if (dtype := _dtype_of(path / name)) is not None}
+    dtypes["default"] = torch.float32
     name = read_fields(path / INDEX).get("_class_name")
     if isinstance(name, str) and not hasattr(diffusers, name):
         has = f"diffusers {diffusers.__version__} has no pipeline {name}; a newer one may have"
@@ -123,9 +125,8 @@ def open_pipeline(path: Path, **components: Any) -> Any:
     logging.disable_progress_bar()
     with explained(path):
         return diffusers.DiffusionPipeline.from_pretrained(
-            str(path), dtype={**dtypes, "default": torch.float32}, use_safetensors=True, local_files_only=True,
-            **components,
-        )  # fmt: skip
+            str(path), dtype=dtypes, use_safetensors=True, local_files_only=True, **components
+        )
 
 
 def _dtype_of(directory: Path) -> torch.dtype | None:

@@ -193,9 +193,11 @@ def _why_not(quantization: Quantization) -> str | None:
 
 
 def refuse_packed(
-    file: Path, dtypes: Mapping[str, str], names: Iterable[str] | None = None,
+    file: Path,
+    dtypes: Mapping[str, str],
+    names: Iterable[str] | None = None,
     clause: str = ", and no quantization_config says how; give the model's directory with its config.json",
-) -> None:  # fmt: skip
+) -> None:
     """Raises UserError for a tensor that is codes or scales, where no config says how to decode it.
 
     `dtypes` are those of the tensors to look at, as safetensors call them, and `names` those of all in the file.

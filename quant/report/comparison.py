@@ -55,7 +55,7 @@ def compare_html(a: ComparedRun, b: ComparedRun) -> str:
         Section("Totals", head=("", a.name, b.name, "difference"), rows=rows, folded=False),
         _errors(a, b, pairs, ids, of_outputs),
         _layers(f"Layers whose formats differ: {len(changed)} of {len(pairs)}", a, b, changed, ids, of_outputs),
-        _layers(f"Layers with the same formats: {len(same)}", a, b, same, ids, of_outputs, folded=True),
+        _layers(f"Layers with the same formats: {len(same)}", a, b, same, ids, of_outputs),
     ]
     models = dict.fromkeys(short_name(run.report.model) for run in (a, b))
     return render_page(
@@ -64,8 +64,10 @@ def compare_html(a: ComparedRun, b: ComparedRun) -> str:
         title=f"{a.name} and {b.name}",
         subtitle=" and ".join(models),
         sections=[section for section in sections if section is not None],
-        links=(), tiles=(), pairs=(),
-    )  # fmt: skip
+        links=(),
+        tiles=(),
+        pairs=(),
+    )
 
 
 def totals(a: ComparedRun, b: ComparedRun) -> list[tuple[str, str, str, str]]:
@@ -168,9 +170,8 @@ def _errors(
 
 
 def _layers(
-    title: str, a: ComparedRun, b: ComparedRun, pairs: Sequence[Pair], ids: Mapping[str, str], of_outputs: bool, *,
-    folded: bool = False,
-) -> Section | None:  # fmt: skip
+    title: str, a: ComparedRun, b: ComparedRun, pairs: Sequence[Pair], ids: Mapping[str, str], of_outputs: bool
+) -> Section | None:
     if not pairs:
         return None
     error = "output error" if of_outputs else "weight error"
@@ -185,7 +186,7 @@ def _layers(
         cells += ["–" if side is None else megabytes(side.nbytes) for side in pair]
         cells += ["–" if (value := _error(side, of_outputs)) is None else f"{value:.2%}" for side in pair]
         rows.append((ids[cells[0]], tuple(cells)))
-    return Section(title, head=head, rows=rows, folded=folded)
+    return Section(title, head=head, rows=rows, folded=all(_formats(x) == _formats(y) for x, y in pairs))
 
 
 def _name(pair: Pair) -> str:

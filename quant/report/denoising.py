@@ -20,21 +20,20 @@ _SHOWN = 6  # pairs of images; of a video its middle frame
 
 
 def denoising_html(
-    name: str, denoising: Mapping[str, Any], reports: Mapping[str, Report], before: Sequence[np.ndarray],
-    after: Sequence[np.ndarray],
-) -> str:  # fmt: skip
+    name: str, denoising: Mapping[str, Any], reports: Mapping[str, Report], *images: Sequence[np.ndarray]
+) -> str:
     """Returns the page of a quantized pipeline.
 
     Args:
         name: of the pipeline.
         denoising: the contents of denoising.json.
         reports: of the quantized components, whose own pages are linked.
-        before, after: pixels in [0, 1] of held-out prompts, `[batch, …, height, width, channels]`.
+        images: before and after, each the pixels in [0, 1] of held-out prompts, `[batch, …, height, width, channels]`.
     """
     tiles = [
-        (component, f"{report.ratio:.2f}× smaller", f"{megabytes(report.bytes_before)} → "
-         f"{megabytes(report.bytes_after)}") for component, report in reports.items()
-    ]  # fmt: skip
+        (component, f"{each.ratio:.2f}× smaller", f"{megabytes(each.bytes_before)} → {megabytes(each.bytes_after)}")
+        for component, each in reports.items()
+    ]
     errors = denoising["components"]
     tiles += [(f"Error of {name}", f"{table['all']:.2%}", "of the predicted noise") for name, table in errors.items()]
     psnr, ssim = denoising["psnr"], denoising["ssim"]
@@ -46,7 +45,7 @@ def denoising_html(
     figures = [f"PSNR {p:.1f} dB" + ("" if ssim is None else f", SSIM {ssim[i]:.3f}") for i, p in enumerate(psnr)]
     pairs = [
         (prompt, figure, _png(a), _png(b))
-        for prompt, figure, a, b in zip(denoising["prompts"]["held_out"], figures, before, after, strict=True)
+        for prompt, figure, a, b in zip(denoising["prompts"]["held_out"], figures, *images, strict=True)
     ]
     return render_page(
         "sections.html.j2", kicker="Quantized pipeline", title=name, subtitle="Reports of components:", tiles=tiles,

@@ -214,8 +214,10 @@ def for_budget(job: Job, goal: Goal) -> Decision:
             "allocation can measure it; choose a format for the model instead of a budget, or leave the glob out"
         )
     choices: dict[str, Any] = {
-        "include": request.include, "exclude": request.exclude, "kv_cache": request.kv_cache_format,
-    }  # fmt: skip
+        "include": request.include,
+        "exclude": request.exclude,
+        "kv_cache": request.kv_cache_format,
+    }
     options = request.budget.options()
     if (origin := provenance(request, source)) is not None:
         origin["calibration"] = request.calibration_rows.label
@@ -223,10 +225,8 @@ def for_budget(job: Job, goal: Goal) -> Decision:
     # afterwards.
     layers = getattr(text_config(getattr(job.model, "config", None)), "num_hidden_layers", 1)
     smallest_cache = {("nvfp4",) * layers: 0.0} if request.kv_bits is not None else {}
-    check_feasible(
-        job.model, goal, formats=options["formats"], constraints=options["constraints"],
-        run=example_run(request, source), kv_mixes=smallest_cache, **choices,
-    )  # fmt: skip
+    asked = {name: options[name] for name in ("formats", "constraints")}
+    check_feasible(job.model, goal, run=example_run(request, source), kv_mixes=smallest_cache, **asked, **choices)
     # An allocation measures hundreds of choices, so it rounds to nearest unless an effort is requested. A better solver
     # lowers the loss of all choices alike, and the chosen formats are solved by it afterwards.
     solver = request.solver or solver_of(request.effort or 0, KEEP)
@@ -474,8 +474,9 @@ def choose_kv_layers(model: nn.Module, rows: Tensor, bits: float | None, session
         problem = KnapsackProblem(tuple(layers), KV_LAYERS, scores, {"bytes": sizes})
         limits = [limit(size) for size in (_SIZES if bits is None else (bits,)) if limit(size) >= total[0]]
         mixes = [tuple(KV_LAYERS[j] for j in solve(problem, {"bytes": most})) for most in limits]
-        single_mixes = {name: (name,) * len(layers) for j, name in enumerate(KV_LAYERS)
-                        if bits is None or total[j] <= limit(bits)}  # fmt: skip
+        single_mixes = {
+            name: (name,) * len(layers) for j, name in enumerate(KV_LAYERS) if bits is None or total[j] <= limit(bits)
+        }
         # Each once, and in one order in every process: the first of equal losses is taken.
         measured = {mix: loss(mix) for mix in dict.fromkeys((*mixes, *single_mixes.values()))}
         single = {name: measured[mix] for name, mix in single_mixes.items()}
@@ -490,10 +491,12 @@ def choose_kv_layers(model: nn.Module, rows: Tensor, bits: float | None, session
         counts = ", ".join(f"{name} in {count} layers" for name, count in Counter(mix).most_common())
         within = "beside the weights of this budget" if bits is None else f"within {bits:g} bits a value"
         record = {
-            "bits": 16 * used[mix] / total[2] if bits is None else bits, "loss": measured[mix],
-            "single_formats": single, "losses": scores.tolist(),
+            "bits": 16 * used[mix] / total[2] if bits is None else bits,
+            "loss": measured[mix],
+            "single_formats": single,
+            "losses": scores.tolist(),
             "reason": f"{counts}: KL {measured[mix]:.3g} {within}; "
             + ", ".join(f"{name} for all {each:.3g}" for name, each in sorted(single.items(), key=lambda one: one[1])),
-        }  # fmt: skip
+        }
         choices.append(KVChoice(mix, measured[mix], record))
     return choices

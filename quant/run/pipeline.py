@@ -126,10 +126,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
             limit = None if request.goal is None else request.goal.max_kl
             with recorded_layers(model, plans[name]) as calls:
                 measured = _NoiseError(model, held_out.get(name, []), device, limit)
-            component = replace(
-                _in_memory(request, model), out=temporary / name, data=data.get(name), overwrite=False,
-                noise=measured.notes,
-            )  # fmt: skip
+            own = _in_memory(request, model)
+            component = replace(own, out=temporary / name, data=data.get(name), overwrite=False, noise=measured.notes)
             if request.goal is not None:  # its plan says everything
                 component = replace(component, recipe=plans[name], solver=None, effort=None, include=(), exclude=())
             # Where the whole pipeline has room on the GPU, so has a process beside it.
@@ -155,10 +153,8 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
 
 
 def _in_memory(request: Request, model: nn.Module) -> Request:
-    return replace(
-        request, model=model, components=None, call=(), calib=(), eval_texts=(), restart=False,
-        budget=AllocationRequest(),
-    )  # fmt: skip
+    without: dict[str, Any] = {"components": None, "call": (), "calib": (), "eval_texts": (), "restart": False}
+    return replace(request, model=model, budget=AllocationRequest(), **without)
 
 
 def _plan(request: Request, directory: Path) -> Plan:

@@ -461,12 +461,14 @@ class Request:
         """Raises UserError where the request needs a model that runs; a bare state dict does not."""
         # In the order of the command line, then of the plan: the message names the first.
         needs: Mapping[str, Any] = {
-            "--eval": self.eval_texts or None, "--calib": self.calib or None,
-            "a KV cache in 8 bit (--kv-cache)": plan.kv_cache, "a guard": plan.guard,
+            "--eval": self.eval_texts or None,
+            "--calib": self.calib or None,
+            "a KV cache in 8 bit (--kv-cache)": plan.kv_cache,
+            "a guard": plan.guard,
             "an observer": None if plan.observer == DEFAULT_OBSERVER else plan.observer,
             **{f"{m.name}'s solver {m.solver}": True for m in plan.quantized if solver_needs_data(m)},
             **{f"{m.name}'s static input scale": True for m in plan.quantized if m.has_static_scale},
-        }  # fmt: skip
+        }
         named = next((need for need, value in needs.items() if value is not None), None)
         if named:
             raise UserError(

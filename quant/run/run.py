@@ -379,7 +379,7 @@ def _write_checkpoint(job: Job, out: Path, solved: SolvedModel, report: Report) 
         return
     if solved.quantized is None:
         assert source.state_dict is not None and solved.tensors is not None
-        save_state_dict(source.state_dict, solved.tensors, solved.plan, out, overwrite=request.overwrite, finish=finish)
+        save_state_dict(source.state_dict, solved.tensors, solved.plan, Destination(out, request.overwrite), finish)
         return
     # For a model in a directory, the files of its tokenizer are copied.
     directory = described_by(solved.quantized.model, source.directory)

@@ -123,10 +123,12 @@ class CachedTeacher:
             raise UserError(f"{path}: cannot be read as a cached teacher: {error}") from None
         rows, tokens, logp = tensors.values()
         if (
-            (rows.dim(), tokens.dim()) != (2, 3) or not tokens.shape == logp.shape == (*rows.shape, tokens.shape[-1])
-            or {rows.dtype, tokens.dtype} != {torch.int32} or logp.dtype is not torch.float32
+            (rows.dim(), tokens.dim()) != (2, 3)
+            or not tokens.shape == logp.shape == (*rows.shape, tokens.shape[-1])
+            or {rows.dtype, tokens.dtype} != {torch.int32}
+            or logp.dtype is not torch.float32
             or metadata.get("rows") != _digest(rows)
-        ):  # fmt: skip
+        ):
             raise UserError(f"{path}: its tensors are not as cache_teacher wrote them; write it again")
         rows = rows.long()
         # Batches are looked up by the rows' contents, so a Trainer may shuffle them.
@@ -585,8 +587,10 @@ def _find_tail(products: Tensor, logits: Tensor, config: Any) -> Tail | None:
     if products.shape != logits.shape:
         return None
     logits = logits.to(products.device)
-    tails = [Tail(*each) for each in product(_named(config, _TIMES, 1.0), _named(config, _OVER, 1.0),
-                                             _named(config, _CAPS, None))]  # fmt: skip
+    tails = [
+        Tail(*each)
+        for each in product(_named(config, _TIMES, 1.0), _named(config, _OVER, 1.0), _named(config, _CAPS, None))
+    ]
     distances = [float((tail(products).double() - logits.double()).abs().max()) for tail in tails]
     nearest = min(range(len(tails)), key=lambda index: distances[index])
     # A model that computes in other dtypes on the way rounds differently; a missed factor differs by more.

@@ -307,8 +307,9 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
         if batch.decodes:
             table, lengths = batch.table[: batch.decodes], batch.lengths[: batch.decodes]
             # [decodes, heads, 1, dim]: one new token a sequence, written in place.
-            self._attend(query[: batch.decodes, :, None], pages, table, lengths, batch.longest,
-                         out[: batch.decodes, :, None])  # fmt: skip
+            self._attend(
+                query[: batch.decodes, :, None], pages, table, lengths, batch.longest, out[: batch.decodes, :, None]
+            )
         for rows, tokens in batch.verified:
             q, table, lengths = query[tokens].transpose(1, 2), batch.table[rows], batch.lengths[rows]
             out[tokens] = self._attend(q, pages, table, lengths, batch.longest).transpose(1, 2)
@@ -339,17 +340,17 @@ class BlockscaleNvFp4Attention(AttentionImpl[Batch]):
             )  # fmt: skip
             return
         for (row, first, last, length), ends in zip(batch.chunks, batch.ends, strict=True):
+            new = last - first
             if self.shares_with is not None:  # nobody reads the layer's own keys and values
                 both = values_of(pages, batch.table[row], length, q.dtype)
             else:
                 both = [k[first:last], v[first:last]]
-                if earlier := length - (last - first):
+                if earlier := length - new:
                     cached = values_of(pages, batch.table[row], earlier, q.dtype)
                     both = [torch.cat(pair) for pair in zip(cached, both, strict=True)]
             out[first:last] = self.flash(
-                q[first:last], *both, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=last - first,
-                max_seqlen_k=length,
-            )  # fmt: skip
+                q[first:last], *both, cu_seqlens_q=ends[0], cu_seqlens_k=ends[1], max_seqlen_q=new, max_seqlen_k=length
+            )
 
 
 def values_of(pages: KVPages, table: Tensor, length: int, dtype: torch.dtype) -> list[Tensor]:

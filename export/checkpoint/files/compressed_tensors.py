@@ -290,13 +290,12 @@ def _activation_arguments(format: Format) -> dict[str, Any]:
         return arguments if format.input_rule == "max" else arguments | {_RULE: format.input_rule}
     if format.per_tensor:
         return _arguments(format, observer="static_minmax")
-    return _arguments(format, dynamic=True, observer=None, rows_are_tokens=True)
+    return _arguments(format, dynamic=True, observer=None)
 
 
 def _arguments(
-    format: Format, *, dynamic: bool | str = False, observer: str | None = "memoryless_minmax",
-    rows_are_tokens: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+    format: Format, *, dynamic: bool | str = False, observer: str | None = "memoryless_minmax"
+) -> dict[str, Any]:
     # strategy        block (rows, columns), 0 for a whole axis         scales
     # tensor          (0, 0)                                            one
     # attn_head       (0, 0), of a KV cache                             one a KV head
@@ -312,7 +311,7 @@ def _arguments(
     elif format.per_tensor:
         strategy = "tensor"
     elif columns == 0:
-        strategy = "token" if rows_are_tokens else "channel"
+        strategy = "token" if dynamic else "channel"
     else:
         strategy = "group" if rows == 1 else "block"
     scale_dtype = None

@@ -42,9 +42,8 @@ class Layout(Protocol):
         """Returns the tensors that are stored for a matrix `[out, in]`, by their names below the layer's."""
 
     def compress(
-        self, weight: BlockScaledTensor, input_scale: torch.Tensor | None, dtype: torch.dtype,
-        activation: Format | None = None,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
+        self, weight: BlockScaledTensor, input_scale: torch.Tensor | None, dtype: torch.dtype, activation: Format | None
+    ) -> dict[str, torch.Tensor]:
         """Returns the tensors of one linear layer, by their names below the layer's; the inverse of `decompress`.
 
         `weight` is `[out, in]`, and `input_scale` static, in the format `activation`, by default the weight's.

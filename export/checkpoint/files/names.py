@@ -28,7 +28,7 @@ import copy
 import importlib
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
@@ -316,7 +316,7 @@ def _unknown_version(missing: str) -> ValueError:
 
 
 def in_files(
-    model: Any, tensors: Mapping[str, Tensor], source: Collection[str], stored: Callable[[str], str]
+    model: Any, tensors: Mapping[str, Tensor], source: Container[str], stored: Callable[[str], str]
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Returns tensors of the model in 16 bit in the form of the source's files, as far as the source has it.
 
@@ -329,7 +329,7 @@ def in_files(
         with suppress(NotImplementedError):
             for inputs, converted in _converted(model, rule.reverse_transform(), tensors):
                 on_disk = {stored(name): tensor for name, tensor in converted.items()}
-                if on_disk.keys() <= set(source) and not on_disk.keys() & as_in_source.keys():
+                if all(name in source for name in on_disk) and not on_disk.keys() & as_in_source.keys():
                     as_in_source |= {name: tensor.contiguous() for name, tensor in on_disk.items()}
                     made_of |= dict.fromkeys(on_disk, inputs)
     return as_in_source, made_of

@@ -10,7 +10,7 @@ inside a model of images, so it is cleared in both.
 
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -114,9 +114,8 @@ SECOND_LEVEL = ("weight_scale_2", "weight_global_scale", "input_global_scale", "
 
 
 def checkpoint_tensors(
-    model: nn.Module, dtype: torch.dtype, names: StoredNames, state: Mapping[str, Tensor] | None = None,
-    source: Collection[str] = (),
-) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, str]]:  # fmt: skip
+    model: nn.Module, dtype: torch.dtype, names: StoredNames, state: Mapping[str, Tensor] | None, source: Container[str]
+) -> tuple[dict[str, Tensor | DeferredTensor], dict[str, str]]:
     """Returns every tensor of a quantized model, and the model's layer or tensor that it comes from; tied weights once.
 
     Both are by names on disk. Float scales are in `dtype`, and tensors in 16 bit in the form that `source`, the names

@@ -282,7 +282,7 @@ def test_tied_weights_are_stored_once_and_views_apart() -> None:
     whole = torch.randn(8, 4)
     model.register_buffer("whole", whole)
     model.register_buffer("front", whole[:2])
-    found, _ = checkpoint_tensors(model, torch.float32, StoredNames())
+    found, _ = checkpoint_tensors(model, torch.float32, StoredNames(), None, ())
     assert set(found) == {
         "embed.weight",
         "linear.bias",
@@ -309,7 +309,7 @@ def test_experts_are_stored_one_by_one_and_read_back(format: str) -> None:
         weight = solve_group({name: stack}, {}, FORMATS[format], get_solver("rtn"))[name]
         setattr(model.block.experts, name.rpartition(".")[2], QuantExperts(weight))
         layers.append(LayerPlan(name, LayerKind.EXPERTS, (3, 256, 128), FORMATS[format]))
-    stored, _ = checkpoint_tensors(model, torch.float32, StoredNames())
+    stored, _ = checkpoint_tensors(model, torch.float32, StoredNames(), None, ())
     packed = "weight_packed" if FORMATS[format].element.bits < 8 else "weight"
     assert {n for n in stored if n.endswith(f".{packed}")} == {
         f"block.experts.{i}.{part}.{packed}" for i in range(3) for part in ("gate_proj", "up_proj", "down_proj")

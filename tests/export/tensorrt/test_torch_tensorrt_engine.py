@@ -49,7 +49,9 @@ def test_layers_run_as_planned(tmp_path: Path, recipe: str, target: str, dtype: 
     if find_spec("torch_tensorrt") is None:
         pytest.skip("needs the extra [torch-tensorrt]")
     done, x = quantized(recipe, dtype)
-    findings = compile_engine(done.model, tmp_path / "model.engine", {"x": x}, target, plan=done.plan)
+    findings = compile_engine(
+        done.model, tmp_path / "model.engine", {"x": x}, target, plan=done.plan, allow_fallback=False
+    )
     assert [(finding.name, finding.found) for finding in findings] == [
         ("up", word),
         ("down", word),
@@ -63,7 +65,9 @@ def test_a_decoder_is_one_pass(tmp_path: Path, recipe: str, target: str, word: s
         pytest.skip("needs the extra [torch-tensorrt]")
     ids, model = torch.randint(0, 64, (2, 16)), tiny_models.llama(hidden_size=128, intermediate_size=128)
     done = quant.quantize(model.half(), recipe, ids, solver="rtn")
-    findings = compile_engine(done.model, tmp_path / "model.engine", {"input_ids": ids}, target, plan=done.plan)
+    findings = compile_engine(
+        done.model, tmp_path / "model.engine", {"input_ids": ids}, target, plan=done.plan, allow_fallback=False
+    )
     assert all(finding.passed for finding in findings)
     assert sum(finding.found == word for finding in findings) == 14
 
@@ -71,7 +75,7 @@ def test_a_decoder_is_one_pass(tmp_path: Path, recipe: str, target: str, word: s
 def test_a_layer_that_the_converter_does_not_know(tmp_path: Path) -> None:
     done, x = quantized("int4a16", torch.float16)
     with pytest.raises(ValueError, match=r"up \[512, 256\]: .* no int4 weights with 16-bit inputs; it has fp8"):
-        compile_engine(done.model, tmp_path / "model.engine", {"x": x}, "sm120")
+        compile_engine(done.model, tmp_path / "model.engine", {"x": x}, "sm120", plan=None, allow_fallback=False)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -79,7 +83,14 @@ def test_a_convolution_is_refused(tmp_path: Path) -> None:
     conv = nn.Conv2d(8, 16, 3)
     model = nn.Sequential(QuantConv(quantize(weight_of_conv(conv), FORMATS["fp8"]), conv))
     with pytest.raises(ValueError, match=r"^0: the converter for torch-tensorrt takes no quantized convolution"):
-        compile_engine(model, tmp_path / "model.engine", {"input": torch.randn(2, 8, 7, 7)}, "sm120")
+        compile_engine(
+            model,
+            tmp_path / "model.engine",
+            {"input": torch.randn(2, 8, 7, 7)},
+            "sm120",
+            plan=None,
+            allow_fallback=False,
+        )
     assert list(tmp_path.iterdir()) == []
 
 

@@ -162,7 +162,7 @@ def test_gradients_of_scales_are_summed_over_their_blocks(name: str) -> None:
 )
 def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: int, integer: bool) -> None:
     pointers = {"gradient": "*bf16", "weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*fp32"}
-    sizes = dict.fromkeys(("N", "K", "gradient_stride", "weight_stride", "scale_stride"), "i32")
+    sizes = dict.fromkeys(("N", "K", "dy_stride", "w_stride", "scale_stride"), "i32")
     constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": integer, "largest": 6.0, "least": -6.0, "rows": 1,
                  "columns": columns, "has_global": not integer, "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(
@@ -180,7 +180,7 @@ def test_gradients_of_scales_compile_without_scratch_memory(arch: int, columns: 
 )
 def test_gradients_of_inputs_compile_without_scratch_memory(arch: int, columns: int, has_scale: bool) -> None:
     pointers = {"gradient": "*bf16", "x": "*bf16", "rounded": "*bf16", "scale": "*fp32", "out": "*bf16"}
-    sizes = dict.fromkeys(("N", "K", "gradient_stride", "stride", "rounded_stride"), "i32")
+    sizes = dict.fromkeys(("N", "K", "dy_stride", "stride", "rounded_stride"), "i32")
     constants = {"least": 0.01171875, "most": 2688.0, "columns": columns, "has_scale": has_scale,
                  "block_n": 16, "block_k": 256}  # fmt: skip
     compiled = compile_kernel(
@@ -195,7 +195,7 @@ def test_gradients_of_inputs_compile_without_scratch_memory(arch: int, columns: 
 )
 def test_compiles_without_scratch_memory(arch: int, measured: bool) -> None:
     signature = {"weight": "*fp32", "scale": "*fp32", "global_scale": "*fp32", "out": "*bf16", "N": "i32", "K": "i32",
-                 "weight_stride": "i32", "scale_stride": "i32"}  # fmt: skip
+                 "w_stride": "i32", "scale_stride": "i32"}  # fmt: skip
     constants = {"mantissa": 1, "lowest": 1.0, "top": 4.0, "integer": False, "kind": "e4m3", "measured": measured,
                  "largest": 6.0, "least": -6.0, "rows": 1, "columns": 16, "has_global": True,
                  "block_n": 16, "block_k": 256}  # fmt: skip
