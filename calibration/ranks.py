@@ -190,10 +190,13 @@ class Exchange:
         ]
         everywhere = gathered(outlines)
         schedule = sorted(
-            ((number, owner, index, outline) for owner, outlines_of_rank in enumerate(everywhere)
-             for index, (number, outline) in enumerate(outlines_of_rank)),
+            (
+                (number, owner, index, outline)
+                for owner, outlines_of_rank in enumerate(everywhere)
+                for index, (number, outline) in enumerate(outlines_of_rank)
+            ),
             key=lambda item: item[:3],
-        )  # fmt: skip
+        )
         sizes = [
             sum(_padded_bytes(o) for _, outline in outlines_of_rank for o in outline if o is not None)
             for outlines_of_rank in everywhere

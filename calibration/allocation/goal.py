@@ -338,9 +338,12 @@ class Space:
         base = replace(self.base, kv_layers=kv_layers)
         more = mixed_cache_bytes(config, goal.context, goal.batch, base) - self.cache_bytes
         return replace(
-            self, base=base, cache_bytes=self.cache_bytes + more, fixed_bytes=self.fixed_bytes + more,
+            self,
+            base=base,
+            cache_bytes=self.cache_bytes + more,
+            fixed_bytes=self.fixed_bytes + more,
             fixed_seconds=self.fixed_seconds + (self.timing.read(more) if self.timing is not None else 0.0),
-        )  # fmt: skip
+        )
 
     def problem(self, scores: Sensitivity | None = None) -> KnapsackProblem:
         """Returns the knapsack problem; without scores all losses are zero, which is enough to check budgets."""

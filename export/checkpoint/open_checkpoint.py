@@ -24,7 +24,6 @@ from quant.export.checkpoint.files.tensors import (
     FLAG,
     SECOND_LEVEL,
     TensorFiles,
-    carried_shapes,
     clear_flag,
     head_shapes,
     in_file,
@@ -133,7 +132,9 @@ class Checkpoint:
     @cached_property
     def names(self) -> StoredNames:
         """The names on disk of the model's tensors, and of the tensors that its class ignores."""
-        shapes, others = carried_shapes(self.directory)
+        files = TensorFiles(self.directory, meta=True)
+        shapes = {name: files.shape(name) for name in files if name in files.carried}
+        others = [name for name in files if name not in shapes]
         names = stored_names(self.model).with_carried(shapes, others)
         return names.with_joined(set(others), self.model.state_dict(keep_vars=True))
 

@@ -37,9 +37,12 @@ def for_onnxruntime(model: Any) -> None:
     model.graph.opset_imports[ORT_DOMAIN] = 1
     rewriter = _Rewriter(model.graph)
     rewrites: dict[str, Callable[[Any], None]] = {
-        "DequantizeLinear": rewriter.weight, "Where": rewriter.positive, "Reciprocal": rewriter.norm,
-        "Neg": rewriter.rope, EXPERTS: partial(experts_node, rewriter),
-    }  # fmt: skip
+        "DequantizeLinear": rewriter.weight,
+        "Where": rewriter.positive,
+        "Reciprocal": rewriter.norm,
+        "Neg": rewriter.rope,
+        EXPERTS: partial(experts_node, rewriter),
+    }
     attentions = {"Attention": rewriter.attention, GROUPED_ATTENTION: rewriter.grouped_attention}
     # Attention takes the turned keys that RoPE leaves.
     for table in (rewrites, attentions):

@@ -265,11 +265,14 @@ def _operand(fields: dict[str, str]) -> KernelOperand:
     # In a runtime fusion's body `offset` counts bytes of constants of its own.
     in_table = is_stored and fields.get("region") != "runtime-fusion-consts"
     return KernelOperand(
-        name=fields.get("base", fields["name"]).strip('"'), type=_TYPES.get(fields["type"], fields["type"]),
-        dims=tuple(int(size) if size.isdigit() else None for size in sizes), constant=is_stored,
-        index=int(fields["offset"]) if in_table else None, stored=fields["type"],
+        name=fields.get("base", fields["name"]).strip('"'),
+        type=_TYPES.get(fields["type"], fields["type"]),
+        dims=tuple(int(size) if size.isdigit() else None for size in sizes),
+        constant=is_stored,
+        index=int(fields["offset"]) if in_table else None,
+        stored=fields["type"],
         layout=_GIVEN.sub("", " ".join(fields.get(key, "") for key in layout)),
-    )  # fmt: skip
+    )
 
 
 def _table_start(blob: mmap.mmap, sizes: dict[int, int], offsets: dict[int, int]) -> int | None:

@@ -43,10 +43,7 @@ METHOD = "blockscale"
 """Name of our quantizer in transformers' registry."""
 MODELOPT = "modelopt"
 
-_PARTS = (
-    "codes", "weight_packed", "weight_shape", r"weight_scale\w*", "weight_global_scale", r"input_\w*scale",
-    *RUN_TIME_PARTS,
-)  # fmt: skip
+_PARTS = ("codes", r"weight_(packed|shape|scale\w*|global_scale)", r"input_\w*scale", *RUN_TIME_PARTS)
 
 
 class QuantConfig(CompressedTensorsConfig):  # type: ignore[misc]

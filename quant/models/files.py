@@ -43,9 +43,7 @@ _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?")  # no name on the h
 SUFFIXES = (".gguf", ".safetensors", ".pt", ".pth", ".bin", ".pt2")
 """Suffixes of files that hold a model, which commands open."""
 # Suffixes of files with weights: of other libraries and of trainers too.
-_WEIGHT_SUFFIXES = {
-    *SUFFIXES, ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".safetensors", ".tflite",
-}  # fmt: skip
+_WEIGHT_SUFFIXES = {*SUFFIXES, ".ckpt", ".h5", ".msgpack", ".npz", ".onnx", ".onnx_data", ".ot", ".tflite"}
 # Files that say how weights are stored or quantized; a checkpoint has its own.
 _OF_WEIGHTS = {
     "config.json", "hf_quant_config.json", "plan.json", "quant_config.json", "quantize_config.json", "receipt.json",
@@ -410,10 +408,11 @@ _USUAL = {True: 1000, False: 1 << 20}  # of blocks, and of other sizes: no reaso
 # Upper limits of a processor's sizes, far above those of any model that we know. Beyond them the preparation of one
 # image or sound takes minutes, or all memory.
 _OF_PROCESSORS = {
-    "n_fft": 1 << 16, "fft_length": 1 << 16, "hop_length": 1 << 16, "win_length": 1 << 16, "feature_size": 1 << 14,
-    "num_mel_bins": 1 << 14, "chunk_length": 3600, "sampling_rate": 1 << 20, "n_samples": 1 << 26,
-    "nb_max_frames": 1 << 20, "height": 1 << 14, "width": 1 << 14, "shortest_edge": 1 << 14,
-}  # fmt: skip
+    **dict.fromkeys(("feature_size", "num_mel_bins", "height", "width", "shortest_edge"), 1 << 14),
+    **dict.fromkeys(("n_fft", "fft_length", "hop_length", "win_length"), 1 << 16),
+    **dict.fromkeys(("sampling_rate", "nb_max_frames"), 1 << 20),
+    **{"n_samples": 1 << 26, "chunk_length": 3600},
+}
 _LONGEST = 500  # characters of a message that is not ours
 
 

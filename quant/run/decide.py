@@ -83,9 +83,12 @@ def decide(job: Job) -> Decision:
         plan = plan_for(request, source)
         choice = None if request.plan_file is None else _read_choice(request.plan_file, plan)
         decision = Decision(
-            plan, request.data, may_lower_effort=is_made_here, allocation=choice,
+            plan,
+            request.data,
+            may_lower_effort=is_made_here,
+            allocation=choice,
             tries_transforms=is_made_here and not any(named),  # an effort chooses every solver
-        )  # fmt: skip
+        )
     if source.model is not None:
         planned = decision.plan
         attends = planned.attention is not None

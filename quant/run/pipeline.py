@@ -139,13 +139,16 @@ def _run_pipeline(request: Request, listener: Listener) -> PipelineOutcome:
             again = [make(*held, output_type="np") for held in prompts.held_out]
         denoising = {
             "prompts": {
-                "calibration": len(prompts.used) * bool(needed), "source": prompts.source,
+                "calibration": len(prompts.used) * bool(needed),
+                "source": prompts.source,
                 "held_out": [each["prompt"] for _, each in prompts.held_out],
             },
-            "options": options, "seed": request.seed, **image_figures(again, images),
+            "options": options,
+            "seed": request.seed,
+            **image_figures(again, images),
             "components": {name: table for name, table in tables.items() if table},  # text encoders predict no noise
             **({"sensitivity": sensitivity} if sensitivity else {}),
-        }  # fmt: skip
+        }
         write_json(temporary / DENOISING, denoising, ensure_ascii=False)
         page = denoising_html(short_name(str(path)), denoising, reports, images, again)
         (temporary / "report.html").write_text(page, encoding="utf-8")

@@ -88,14 +88,17 @@ class AllocationRequest:
                     raise UserError(f"{spelled(name)} needs a budget to choose formats for, such as {spelled('bits')}")
             return None
         return Goal(
-            bits=self.bits, fit=read_quantity(spelled("fit"), self.fit, "size"),
-            context=int(read_quantity(spelled("ctx"), self.ctx, "count") or 0), batch=self.batch,
-            latency=read_quantity(spelled("latency"), self.latency, "time"), target=self.target,
+            bits=self.bits,
+            fit=read_quantity(spelled("fit"), self.fit, "size"),
+            context=int(read_quantity(spelled("ctx"), self.ctx, "count") or 0),
+            batch=self.batch,
+            latency=read_quantity(spelled("latency"), self.latency, "time"),
+            target=self.target,
             power=read_quantity(spelled("power"), self.power, "power"),
             max_kl=self.max_error if self.max_kl is None else self.max_kl,
             max_ppl_increase=read_quantity(spelled("max_ppl_increase"), self.max_ppl_increase, "ratio"),
             min_task=None if self.task is None else self.task[1],
-        )  # fmt: skip
+        )
 
     @property
     def task(self) -> tuple[Path, float] | None:
@@ -119,9 +122,12 @@ class AllocationRequest:
         """Returns the arguments of `allocate` that are given here."""
         constraints = [Constraint.parse(kind, text) for kind in ConstraintKind for text in getattr(self, kind)]
         return {
-            "formats": self.formats or DEFAULT_FORMATS, "method": self.method or "fisher", "constraints": constraints,
-            "path": self.sensitivity, "counts": self.counts,
-        }  # fmt: skip
+            "formats": self.formats or DEFAULT_FORMATS,
+            "method": self.method or "fisher",
+            "constraints": constraints,
+            "path": self.sensitivity,
+            "counts": self.counts,
+        }
 
 
 def read_quantity(option: str, text: str | None, kind: str) -> float | None:

@@ -433,13 +433,6 @@ class TensorFiles(Mapping[str, Tensor]):
         return f"{file}: {stored}"
 
 
-def carried_shapes(directory: Path) -> tuple[dict[str, tuple[int, ...]], list[str]]:
-    """Returns the shapes on disk of tensors that the model's class ignores, and the names on disk of all others."""
-    files = TensorFiles(directory, meta=True)
-    shapes = {name: files.shape(name) for name in files if name in files.carried}
-    return shapes, [name for name in files if name not in shapes]
-
-
 def head_shapes(directory: Path) -> dict[str, tuple[int, int]]:
     """Returns the shapes `[out, in]` of quantized layers that the model's class ignores."""
     shapes: dict[str, tuple[int, int]] = {}
