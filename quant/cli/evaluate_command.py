@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from quant.adapters.tasks import TaskScore
     from quant.base.listener import Listener
     from quant.calibration.inputs import Inputs
     from quant.calibration.session import Session
@@ -105,6 +106,7 @@ def evaluate_command(
     # lm-eval measures one model at a time.
     if tasks is not None and baseline:
         raise UserError("--baseline is for --text, --data and --task; run --tasks on each model")
+    show = partial(_show, quiet=quiet, as_json=as_json)
     sources = tuple(map(str, texts or data))
     check_sources(sources, "--data" if data else "--text", measured=True)
     models = [] if options["model_factory"] else [name for name in (model, baseline) if name]
@@ -123,17 +125,7 @@ def evaluate_command(
             scores = evaluate_tasks(
                 module.to(session.device), tasks, source.load_tokenizer(), batch_size=batch_size, **of_tasks
             )
-        if as_json:
-            cli.print_json([dataclasses.asdict(score) for score in scores])
-        elif not quiet:
-            columns = {
-                "!task": [score.task for score in scores],
-                "metric": [x.metric if x.filter == "none" else f"{x.metric} ({x.filter})" for x in scores],
-                "!>value": [f"{score.value:.4f}" for score in scores],
-                "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
-                "!>documents": [f"{score.samples:,}" for score in scores],
-            }
-            print_table(columns, drops=("documents",))
+        show(scores, [dataclasses.asdict(score) for score in scores], _print_scores)
         return
     # Both models are in memory together, since each row is run through both.
     other = None
@@ -145,18 +137,19 @@ def evaluate_command(
         with attention, bar("evaluate", quiet or as_json) as advance:
             measure = partial(evaluate_task, module, source.load_tokenizer(), device=session.device, progress=advance)
             results = [measure(task, other) for task in own_tasks]
-        if as_json:
-            cli.print_json([result.to_dict() for result in results])
-        elif not quiet:
-            _print_tasks(results)
+        show(results, [result.to_dict() for result in results], _print_tasks)
         return
     rows = _read_texts(source, Rows(sources, options["samples"], options["seqlen"]), other, session, terminal)
     with attention, bar("evaluate", quiet or as_json) as advance:
         result = evaluate_texts(module, rows, other, batch_size=batch_size, device=session.device, progress=advance)
+    show(result, result.to_dict(), _print_evaluation)
+
+
+def _show(result: Any, record: Any, print_result: Callable[[Any], None], *, quiet: bool, as_json: bool) -> None:
     if as_json:
-        cli.print_json(result.to_dict())
+        cli.print_json(record)
     elif not quiet:
-        _print_evaluation(result)
+        print_result(result)
 
 
 def _read_texts(
@@ -173,6 +166,17 @@ def _read_texts(
     hashes = {f"the text {name}": digest_of(text) for name, text in texts.items()}
     check_same(hashes, session, WatchedFiles(source.path).files)
     return texts
+
+
+def _print_scores(scores: Sequence[TaskScore]) -> None:
+    columns = {
+        "!task": [score.task for score in scores],
+        "metric": [x.metric if x.filter == "none" else f"{x.metric} ({x.filter})" for x in scores],
+        "!>value": [f"{score.value:.4f}" for score in scores],
+        "!>± standard error": ["–" if score.stderr is None else f"{score.stderr:.4f}" for score in scores],
+        "!>documents": [f"{score.samples:,}" for score in scores],
+    }
+    print_table(columns, drops=("documents",))
 
 
 def _print_tasks(results: Sequence[TaskResult]) -> None:
