@@ -277,8 +277,13 @@ def run_on_meta(model: nn.Module, dtype: torch.dtype | None = None) -> None:
         casts = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
         return tensor.to("meta", dtype if casts else None)
 
-    with without_experts(model, block_names(model)):
-        run_with(model, other_tensors(model, on_meta), torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    attributes = [(module, {**vars(module)}) for module in model.modules()]
+    try:
+        with without_experts(model, block_names(model)):
+            run_with(model, other_tensors(model, on_meta), torch.zeros(1, 2, dtype=torch.long, device="meta"))
+    finally:  # a RoPE of transformers keeps the tensors that it makes in a pass (longrope)
+        for module, before in attributes:
+            module.__dict__ = before
 
 
 def _run_stand_in(model: nn.Module) -> None:

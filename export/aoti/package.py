@@ -28,10 +28,7 @@ that their input is rounded once. A package runs on the kind of GPU that compile
 The package writes new keys and values into the cache's tensors themselves, from position `lengths` on, so a caller
 passes the same tensors at every step. C++ passes all inputs as a list, in this order.
 
-The metadata of a package describes it as JSON, so that a runner can refuse one that does not fit before it loads any of
-its compiled code.
-
-`AotiSession` runs a decoder's package: compiled code, which writes into the KV cache that it is called with.
+The metadata of a package describes it as JSON, so that a runner can refuse one before it loads any of its code.
 """
 
 import contextlib
@@ -39,7 +36,9 @@ import functools
 import gc
 import platform
 import re
+import subprocess
 import sys
+import tempfile
 import warnings
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -178,6 +177,7 @@ def export_aoti(
     """
     path = Path(path)
     device = find_device(path, device)
+    check_compiler(path, options or {})
     examples = {name: x.to(device).contiguous() for name, x in inputs.items()}
     with scales_as_matrices(model.to(device)):
         program = trace_for_torch(model, examples, dims=dims, ranges=ranges, attention_scales=attention_scales)
@@ -236,7 +236,6 @@ def compile_package(
         except Exception as error:  # compilers raise exceptions of many types
             hint = "; install g++, or set CXX to a C++ compiler" if "InvalidCxxCompiler" in str(error) else ""
             raise ValueError(f"{path}: AOTInductor did not compile it: {cause_of(error)}{hint}") from error
-        _check_library(Path(package), path)
         put_file(Path(package), path)
     return path
 
@@ -302,27 +301,25 @@ def load_aoti(path: str | Path, *, single_threaded: bool = False) -> Callable[..
     return run
 
 
-def _check_library(package: Path, path: Path) -> None:
-    """Raises ValueError if the compiler has put a C++ library of its own into the package, which becomes `path`.
+def check_compiler(path: Path, options: Mapping[str, Any]) -> None:
+    """Raises ValueError if the C++ compiler puts a C++ library of its own into the package that is to become `path`.
 
     Two copies of libstdc++ in one process disagree on locales, and the package crashes while it is loaded.
     """
-    if sys.platform != "linux":
-        return
-    with zipfile.ZipFile(package) as archive:
-        for name in (name for name in archive.namelist() if name.endswith(".so")):
-            with archive.open(name) as file:
-                # ELF lists needed libraries by name; one of the C++ library means that it is linked dynamically.
-                end = b""
-                while chunk := file.read(1 << 24):
-                    if any(library in end + chunk for library in (b"libstdc++.so", b"libc++.so")):
-                        break
-                    end = chunk[-16:]
-                else:
-                    raise ValueError(
-                        f"{path}: the C++ compiler links libstdc++ statically, and such a package crashes where torch "
-                        "loads it; set CXX to a compiler that has libstdc++.so, such as the system's g++"
-                    )
+    from torch._inductor import config, cpp_builder
+
+    content = b""
+    with config.patch(dict(options)), tempfile.TemporaryDirectory() as folder, contextlib.suppress(Exception):
+        # Inductor names a compiler that is not there or compiles nothing.
+        command = [cpp_builder.get_cpp_compiler(), "-x", "c++", "-shared", "-fPIC", "-", "-o", f"{folder}/test.so"]
+        subprocess.run(command, input=b"#include <iostream>\nauto& out = std::cout;\n", check=True, capture_output=True)
+        content = Path(folder, "test.so").read_bytes()
+    # ELF lists needed libraries by name; one of the C++ library means that it is linked dynamically.
+    if content[:4] == b"\x7fELF" and not any(library in content for library in (b"libstdc++.so", b"libc++.so")):
+        raise ValueError(
+            f"{path}: the C++ compiler links libstdc++ statically, and such a package crashes where torch loads it; "
+            "set CXX to a compiler that has libstdc++.so, such as the system's g++"
+        )
 
 
 @contextlib.contextmanager
@@ -413,6 +410,7 @@ def export_aoti_decoder(
     """Compiles a causal language model, quantized or not, into a `.pt2` package with a KV cache; returns its path."""
     path = Path(path)
     device = find_device(path, next(model.parameters()).device)
+    check_compiler(path, {})
     program, caches = decoder_program(model, capacity, shapes=shapes)
     description = {
         "capacity": capacity, "caches": [[heads, dim] for heads, dim, _ in caches],

@@ -4,8 +4,7 @@
     tensorrt       an engine of `quant export --to tensorrt`, on the GPU that it was built for
     aoti           a package of `quant export --to aoti`, on the kind of machine that it was compiled on
 
-All take the inputs and outputs of `quant.export.onnx.serving`, and everything above this interface (`loop`,
-`check`) is the same code for all.
+All take the inputs and outputs of `quant.export.onnx.serving`, and `check_engine` is the same code for all.
 """
 
 from collections.abc import Sequence

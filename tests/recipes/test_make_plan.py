@@ -54,6 +54,17 @@ def test_inputs_of_a_convolution_that_its_mixer_reads_stay_in_16_bit() -> None:
         assert torch.equal(done.model(tokens).logits, model(tokens).logits)
 
 
+def test_a_pass_over_shapes_leaves_no_tensor_in_the_model() -> None:
+    """Longrope keeps the frequencies that it makes in a pass, and those of one over shapes have no values."""
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 4.0}
+    model = tiny_models.llama(rope_parameters={**rope, "rope_theta": 1e4, "original_max_position_embeddings": 16})
+    rows = torch.randint(0, 64, (2, 24), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        done = quant.quantize(copy.deepcopy(model), "fp8", rows, solver="rtn")
+        error = torch.linalg.vector_norm(done.model(rows).logits - (exact := model(rows).logits))
+    assert 0 < error < 0.1 * torch.linalg.vector_norm(exact)
+
+
 def test_an_unknown_solver_is_refused_before_the_model_runs() -> None:
     def run(model: torch.nn.Module) -> None:
         raise AssertionError("the model ran")

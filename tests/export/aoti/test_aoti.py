@@ -362,9 +362,9 @@ def test_arrays_are_declared_in_the_buffer_that_names_them(
     assert CppWrapperCpu.codegen_int_array_var is declare
 
 
-@pytest.mark.slow
-def test_a_compiler_with_a_static_cpp_library(tmp_path: Path) -> None:
-    """A package that this compiler makes would crash the process that loads it."""
+def test_a_compiler_with_a_static_cpp_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package that this compiler makes would crash the process that loads it, so nothing is compiled."""
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", lambda *_, **__: pytest.fail("it compiles"))
     compiler = tmp_path / "g++"
     compiler.write_text('#!/bin/sh\nexec g++ -static-libstdc++ "$@"\n')
     compiler.chmod(0o755)
