@@ -72,7 +72,7 @@ class SmoothQuant(Transform):
     def __call__(
         self, weight: Tensor, inputs: GroupInputs, format: Format, activation: Format | None, owner: Tensor | None
     ) -> Tensor:
-        return channel_scale(inputs.amax, weight, self.power, 1 - self.power, owner)
+        return channel_scale(_floored(inputs.amax, inputs.sample), weight, self.power, 1 - self.power, owner)
 
 
 def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power: float, owner: Tensor | None) -> Tensor:
@@ -84,6 +84,12 @@ def channel_scale(magnitude: Tensor, weight: Tensor, power: float, weight_power:
         count = total.clone().index_add_(0, owner, torch.ones_like(log))
         log = (total.index_add_(0, owner, log) / count.clamp(min=1))[owner]
     return torch.exp(log - (log.amax() + log.amin()) / 2)
+
+
+def _floored(magnitude: Tensor, sample: Tensor) -> Tensor:
+    # One more token of the mean magnitude in every channel: weights of a silent one would be lost, were they scaled
+    # away, and the inverse of its scale, folded into the producer, would take the range of the producer's other rows.
+    return magnitude.clamp(min=float(magnitude.mean()) / (len(sample) + 1))
 
 
 def _log(x: Tensor) -> Tensor:
@@ -100,7 +106,7 @@ def search_scale(
 
     `pairs` are powers of the inputs' mean magnitude `[in]` and of the weight's that are tried, see `channel_scale`.
     """
-    reference = inputs @ weight.t()
+    reference, magnitude = inputs @ weight.t(), _floored(magnitude, inputs)
     best, least = torch.ones_like(magnitude), float("inf")
     for power, weight_power in pairs:
         scale = channel_scale(magnitude, weight, power, weight_power, owner)
