@@ -277,11 +277,7 @@ def _encode_rows(weight: Tensor, format: Format, width: int, step: Tensor, codes
 
 
 def round_with_scale(
-    weight: Tensor,
-    format: Format,
-    scale: Tensor,
-    global_scale: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
+    weight: Tensor, format: Format, scale: Tensor, global_scale: Tensor | None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """Returns `quantize_with_scale(…).dequantize(dtype)` without making codes: the weight of a deployed model."""
     if format.has_packed_scales:

@@ -141,7 +141,7 @@ def operator(name: str, run: Callable[..., tuple[np.ndarray, ...]], domain: str 
     return type(name, (OpRun,), {"op_domain": domain, "_run": staticmethod(run)})
 
 
-Stored = Callable[[str], BlockScaledTensor | None]
+Saved = Callable[[str], BlockScaledTensor | None]
 """Reads a layer's weight, by its name, from the checkpoint; None where it is not there."""
 TOKENS = 8
 _WEIGHTS_AT_ONCE = 1 << 22
@@ -155,11 +155,7 @@ _TEXTBOOK = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-
 
 
 def verify(
-    model: nn.Module,
-    path: Path,
-    *,
-    checkpoint: Stored | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    model: nn.Module, path: Path, *, checkpoint: Saved | None = None, progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Any]:
     """Returns the receipt of an exported file; `checkpoint` reads a layer's weight from the checkpoint, if it is there.
 
@@ -379,7 +375,7 @@ class LayerGraphs:
 
 
 def _experts_entries(
-    name: str, module: Any, graph: LayerGraphs, checkpoint: Stored | None, dtype: torch.dtype
+    name: str, module: Any, graph: LayerGraphs, checkpoint: Saved | None, dtype: torch.dtype
 ) -> list[dict[str, Any]]:
     """Returns the entries of the quantized projections of fused experts, which are one node of the file.
 

@@ -118,11 +118,7 @@ class QuantConv(ConvGeometry, QuantizedModule):
     bias: nn.Parameter | None
 
     def __init__(
-        self,
-        weight: BlockScaledTensor,
-        conv: nn.Module,
-        activation: Format | None = None,
-        input_scale: Tensor | None = None,
+        self, weight: BlockScaledTensor, conv: nn.Module, activation: Format | None, input_scale: Tensor | None
     ) -> None:
         assert isinstance(conv, nn.modules.conv._ConvNd)
         codes = conv_parameter(weight.codes, conv.weight.shape, conv.groups, conv.transposed)

@@ -218,12 +218,7 @@ def _scaled_tile(
 
 
 def block_scaled_gemm(
-    x: BlockScaledTensor,
-    weight: BlockScaledTensor,
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    *,
-    offsets: Tensor | None = None,
+    x: BlockScaledTensor, weight: BlockScaledTensor, bias: Tensor | None, dtype: torch.dtype, *, offsets: Tensor | None
 ) -> Tensor:
     """Returns `x @ weight.T + bias`, `[tokens, out]` in `dtype`, nothing dequantized."""
     # x and the weight have the same codes, of `SCALED_FORMATS`. With `offsets`, int32 `[experts + 1]`, where the rows

@@ -237,4 +237,4 @@ def multiply_codes(
     if weight.format.has_square_blocks:
         return portable_block_scaled_gemm.fp8_block_gemm(portable_casts.quantize(x, activation), weight, bias, x.dtype)
     codes = portable_casts.quantize(x, activation, global_scale=input_scale if activation.global_scale else None)
-    return portable_block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype)
+    return portable_block_scaled_gemm.block_scaled_gemm(codes, weight, bias, x.dtype, offsets=None)

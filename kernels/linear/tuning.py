@@ -128,11 +128,7 @@ def shapes_of(model: nn.Module) -> list[BlockScaledTensor]:
 
 
 def tune_shapes(
-    weights: list[BlockScaledTensor],
-    tokens: list[int],
-    gpu: Hardware,
-    *,
-    progress: Callable[[int, int], None] | None = None,
+    weights: list[BlockScaledTensor], tokens: list[int], gpu: Hardware, *, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, dict[str, Any]], dict[str, str], Path]:
     """Searches for every weight and number of tokens, in both layouts where there are two, and stores the best."""
     # Returns the entries, why candidates were dropped, and the file.
@@ -151,8 +147,7 @@ def tune_shapes(
             reasons.update({f"{name} {choice}": reason for choice, reason in dropped.items()})
             if timings:
                 best[name] = timings[0]
-        if progress is not None:
-            progress(done + 1, len(jobs))
+        progress(done + 1, len(jobs))
     return {name: to_entry(timing) for name, timing in best.items()}, reasons, store(gpu, best)
 
 

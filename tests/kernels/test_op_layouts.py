@@ -34,7 +34,7 @@ def check(op: Callable[..., Any], *arguments: Any) -> None:
 def quantized(kind: type[nn.Conv2d], activation: str | None) -> QuantConv:
     module = kind(8, 16, 3, stride=2)
     weight = quantize(weight_of_conv(module), FORMATS["fp8_channel"])
-    return QuantConv(weight, module, INPUT_FORMATS[activation] if activation else None)
+    return QuantConv(weight, module, INPUT_FORMATS[activation] if activation else None, None)
 
 
 @pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "fp8_group", "int8_token", "fp8"])

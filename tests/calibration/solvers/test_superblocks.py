@@ -70,5 +70,5 @@ def test_solvers_without_a_second_level_of_scales_say_so() -> None:
 def test_rounding_under_given_scales_is_quantizing_and_reading(name: str) -> None:
     weight = torch.randn(4, 256, generator=torch.Generator().manual_seed(1))
     solved = quantize(weight, GGUF_FORMATS[name], rule="mse")
-    rounded = round_with_scale(weight, GGUF_FORMATS[name], solved.scale)
+    rounded = round_with_scale(weight, GGUF_FORMATS[name], solved.scale, None)
     assert torch.equal(rounded, solved.dequantize())

@@ -81,7 +81,7 @@ def test_a_layer_that_the_converter_does_not_know(tmp_path: Path) -> None:
 
 def test_a_convolution_is_refused(tmp_path: Path) -> None:
     conv = nn.Conv2d(8, 16, 3)
-    model = nn.Sequential(QuantConv(quantize(weight_of_conv(conv), FORMATS["fp8"]), conv))
+    model = nn.Sequential(QuantConv(quantize(weight_of_conv(conv), FORMATS["fp8"]), conv, None, None))
     with pytest.raises(ValueError, match=r"^0: the converter for torch-tensorrt takes no quantized convolution"):
         compile_engine(
             model,

@@ -63,7 +63,7 @@ def test_against_float64(format: str, shape: tuple[int, int, int]) -> None:
     x, weight = quantize(torch.randn(tokens, columns), form), quantize(torch.randn(rows, columns), form)
     bias = torch.randn(rows)
     with with_dot_scaled():
-        y = portable_block_scaled_gemm.block_scaled_gemm(x, weight, bias, torch.float32)
+        y = portable_block_scaled_gemm.block_scaled_gemm(x, weight, bias, torch.float32, offsets=None)
     exact = x.dequantize(torch.float64) @ weight.dequantize(torch.float64).T + bias.double()
     torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
 
@@ -89,10 +89,10 @@ def test_grouped_against_float64(format: str, counts: tuple[int, ...]) -> None:
 def test_mistakes_name_both_sides() -> None:
     nvfp4, mxfp8 = quantize(torch.randn(4, 64), FORMATS["nvfp4"]), quantize(torch.randn(4, 64), FORMATS["mxfp8"])
     with pytest.raises(ValueError, match="matmul of nvfp4 by mxfp8: expected one of nvfp4, mxfp4, mxfp8"):
-        portable_block_scaled_gemm.block_scaled_gemm(nvfp4, mxfp8, None, torch.bfloat16)
+        portable_block_scaled_gemm.block_scaled_gemm(nvfp4, mxfp8, None, torch.bfloat16, offsets=None)
     narrow = quantize(torch.randn(4, 40), FORMATS["nvfp4"])
     with pytest.raises(ValueError, match=r"x \[4, 40\] by \[4, 40\] in nvfp4: expected one width, a multiple of 16"):
-        portable_block_scaled_gemm.block_scaled_gemm(narrow, narrow, None, torch.bfloat16)
+        portable_block_scaled_gemm.block_scaled_gemm(narrow, narrow, None, torch.bfloat16, offsets=None)
 
 
 INSTRUCTIONS = {

@@ -113,7 +113,7 @@ def test_ties_and_saturation() -> None:
         scale = torch.full(format.scale_shape(x.shape), 0.5)
         with interpreted():
             found = portable_fake_rounding.round_weight(x, format, torch.float32, scale, None)
-        assert torch.equal(found, round_with_scale(x, format, scale)), name
+        assert torch.equal(found, round_with_scale(x, format, scale, None)), name
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_block", "int8", "int4", "fp8"])
