@@ -133,8 +133,8 @@ class Attention:
             extra = "a mask of its own"
         if extra is not None:
             raise ValueError(
-                f"{name}: its attention has {extra}, which exported attention cannot carry; serve the model's "
-                "checkpoint (vLLM)"
+                f"{name}: its attention has {extra}, which exported attention cannot carry; run the model's "
+                "checkpoint (quant.load), or serve it (vLLM)"
             )
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         keys = self.attended(name, Keys(key, value, attention_mask, causal), sliding_window)
