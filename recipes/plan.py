@@ -458,9 +458,12 @@ def _format_of(value: Any, parse: Callable[[str], Format | None] = parse_format)
 _PARTS = get_type_hints(Parts)
 _LAYER_FIELDS = {**get_type_hints(LayerPlan), **_PARTS, "kind": str, "weight": str | None, "activation": str | None}
 _PLAN_FIELDS = {
-    **get_type_hints(Plan), "layers": list[Any], "kv_layers": list[str],
-    "kv_cache": str | None, "attention": str | None,
-}  # fmt: skip
+    **get_type_hints(Plan),
+    "layers": list[Any],
+    "kv_layers": list[str],
+    "kv_cache": str | None,
+    "attention": str | None,
+}
 _PROVENANCE: dict[str, Any] = {
     "edits": list[str], "allocation": dict[str, Any],
     "fusion_groups": str, "fusion_groups_by_name": list[str], "layers_not_called": list[str],

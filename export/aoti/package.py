@@ -413,9 +413,12 @@ def export_aoti_decoder(
     check_compiler(path, {})
     program, caches = decoder_program(model, capacity, shapes=shapes)
     description = {
-        "capacity": capacity, "caches": [[heads, dim] for heads, dim, _ in caches],
-        "dtype": str(caches[0][2]).removeprefix("torch."), "plan": plan, "torch": torch.__version__.partition("+")[0],
-    }  # fmt: skip
+        "capacity": capacity,
+        "caches": [[heads, dim] for heads, dim, _ in caches],
+        "dtype": str(caches[0][2]).removeprefix("torch."),
+        "plan": plan,
+        "torch": torch.__version__.partition("+")[0],
+    }
     return compile_package(program, DECODER_BODIES, path, device, {}, {METADATA: json_text(description)})
 
 

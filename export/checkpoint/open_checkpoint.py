@@ -46,9 +46,12 @@ from quant.recipes.plan_check import check_plan_fits
 
 
 def plan_of_checkpoint(
-    directory: Path, model_layers: Sequence[Layer], config: Mapping[str, Any], tensors: Mapping[str, Tensor],
+    directory: Path,
+    model_layers: Sequence[Layer],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
     names: StoredNames | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Returns the plan of a checkpoint that came without one; ValueError if its config does not fit the tensors.
 
     `model_layers` are all layers, of which linear ones, the head and experts may be quantized. Layers that runtimes

@@ -81,9 +81,12 @@ FAILURES = {name: Failure(**fields) for name, fields in read_table("failures").i
 
 
 def runtime_warnings(
-    plan: Plan, dtype: torch.dtype = torch.bfloat16, names: StoredNames | None = None,
-    tensors: Mapping[str, Tensor] | None = None, layout: str = COMPRESSED_TENSORS,
-) -> list[str]:  # fmt: skip
+    plan: Plan,
+    dtype: torch.dtype = torch.bfloat16,
+    names: StoredNames | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    layout: str = COMPRESSED_TENSORS,
+) -> list[str]:
     """Returns one sentence for each feature of a checkpoint that a runtime of its `layout` does not support."""
     names = names or StoredNames()
     if layout == MODELOPT:

@@ -296,8 +296,11 @@ def check_runtime(
             raise UserError(f"{directory}: {message}")
     rows = _rows(directory, config)
     request = {
-        "rows": rows.tolist(), "new_tokens": NEW_TOKENS, "engine": engine or {}, "trust_remote_code": trust_remote_code
-    }  # fmt: skip
+        "rows": rows.tolist(),
+        "new_tokens": NEW_TOKENS,
+        "engine": engine or {},
+        "trust_remote_code": trust_remote_code,
+    }
     with tempfile.TemporaryDirectory() as folder:
         facts, seen = _probe(runtime, directory, request, Path(folder))
     return _compare(load(directory, trust_remote_code=trust_remote_code), rows, facts, seen)

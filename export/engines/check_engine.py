@@ -183,11 +183,8 @@ def check_engine(
     wrong = next((finding.name for finding in findings if not finding.passed), None)
     problems = f"{wrong} differs from the plan or the checkpoint" if wrong is not None else ""
     if reason is not None or problems:
-        return EngineCheck(
-            facts=[*facts, ("run", f"not run: {reason or problems}")],
-            audit=findings,
-            passed=False if problems else None,
-        )
+        facts = [*facts, ("run", f"not run: {reason or problems}")]
+        return EngineCheck(facts=facts, audit=findings, passed=False if problems else None)
     session = open_session(path, unsafe_load=unsafe_load, device=device)
     check_plan(session.plan, directory)
     new = min(new, session.capacity // 2)

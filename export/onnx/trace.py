@@ -192,9 +192,12 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def trace(
-    module: nn.Module, arguments: tuple[Any, ...] | dict[str, Any], inputs: Mapping[str, GraphInput],
-    ranges: Mapping[str, tuple[int, int]], split: int | None = None,
-) -> torch.export.ExportedProgram:  # fmt: skip
+    module: nn.Module,
+    arguments: tuple[Any, ...] | dict[str, Any],
+    inputs: Mapping[str, GraphInput],
+    ranges: Mapping[str, tuple[int, int]],
+    split: int | None = None,
+) -> torch.export.ExportedProgram:
     """Returns the module as a graph over named dimensions; ValueError for a graph that no file can hold.
 
     `arguments` are examples of its positional arguments, or of its keyword arguments by name; with `split` so many
@@ -314,10 +317,13 @@ Dims = Mapping[str, Mapping[int, str]]
 
 
 def trace_for_torch(
-    model: nn.Module, inputs: Mapping[str, Tensor], *, dims: Dims | None = None,
+    model: nn.Module,
+    inputs: Mapping[str, Tensor],
+    *,
+    dims: Dims | None = None,
     ranges: Mapping[str, tuple[int, int]] | None = None,
     attention_scales: Mapping[str, AttentionScales] | None = None,
-) -> torch.export.ExportedProgram:  # fmt: skip
+) -> torch.export.ExportedProgram:
     """Returns a model as a graph of one pass for a compiler of PyTorch, with an op for each layer and attention.
 
     Inputs keep their names, and outputs their nests. Arguments are as for `export_aoti`. Raises ValueError for a model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,13 +43,7 @@ _OF_MODELS, _OF_ENGINES = ("device", "dtype", "attention", "kv_cache"), ("temper
 @cli.QUIET
 @cli.JSON
 def generate_command(
-    model: str,
-    prompts: tuple[str, ...],
-    engine: Path | None,
-    unsafe_load: bool,
-    quiet: bool,
-    as_json: bool,
-    **choices: Any,
+    model: str, prompts: Sequence[str], engine: Path | None, unsafe_load: bool, quiet: bool, as_json: bool, **given: Any
 ) -> None:
     """Continue a prompt with MODEL, quantized or not, by greedy decoding, which is repeatable.
 
@@ -69,19 +63,19 @@ def generate_command(
         from quant.export.engines.check_engine import open_session
 
         with status(f"loading {engine}", quiet or as_json):
-            session = open_session(engine, unsafe_load=unsafe_load, device=choices["device"])
-        _run_session(session, model, prompts, choices, quiet=quiet, as_json=as_json)
+            session = open_session(engine, unsafe_load=unsafe_load, device=given["device"])
+        _run_session(session, model, prompts, given, quiet=quiet, as_json=as_json)
         return
     if is_export(Path(model)):
         raise UserError(f"{model} is an export; name the checkpoint it was made from, and it with --engine {model}")
     if len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
-    options = {name: choices[name] for name in ("max_new_tokens", *_OF_MODELS)}
+    options = {name: given[name] for name in ("max_new_tokens", *_OF_MODELS)}
     _run_model(model, prompts[0], options, unsafe_load=unsafe_load, quiet=quiet, as_json=as_json)
 
 
 def _run_session(
-    session: EngineSession, model: str, prompts: tuple[str, ...], choices: dict[str, Any], *, quiet: bool, as_json: bool
+    session: EngineSession, model: str, prompts: Sequence[str], choices: dict[str, Any], *, quiet: bool, as_json: bool
 ) -> None:
     from quant.export.engines.check_engine import Sampling, generate_text
 

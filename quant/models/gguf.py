@@ -531,8 +531,7 @@ def shared_parsing() -> Iterator[None]:
             loader = require(_LOADER, "hf")
             # transformers makes a list of a string's bytes, for each string of a vocabulary.
             parse = partial(
-                lambda own, x, types: x.tobytes().decode() if types == [9, 8] else own(x, types),
-                loader._gguf_parse_value,
+                lambda own, x, kind: x.tobytes().decode() if kind == [9, 8] else own(x, kind), loader._gguf_parse_value
             )
             stack.enter_context(replaced([(loader, "tqdm", logging.tqdm), (loader, "_gguf_parse_value", parse)]))
         yield

@@ -98,9 +98,12 @@ class BlockscaleExperts(mk.FusedMoEExpertsModular):
 
     @staticmethod
     def is_supported_config(
-        cls: type[BlockscaleExperts], moe_config: FusedMoEConfig, weight_key: QuantKey | None,
-        activation_key: QuantKey | None, activation_format: mk.FusedMoEActivationFormat,
-    ) -> tuple[bool, str | None]:  # fmt: skip
+        cls: type[BlockscaleExperts],
+        moe_config: FusedMoEConfig,
+        weight_key: QuantKey | None,
+        activation_key: QuantKey | None,
+        activation_format: mk.FusedMoEActivationFormat,
+    ) -> tuple[bool, str | None]:
         # The sizes of this GPU's share; vLLM rounds neither up for its emulation backend.
         sizes = moe_config.hidden_dim, moe_config.intermediate_size_per_partition
         if moe_config.in_dtype is not torch.bfloat16:

@@ -305,10 +305,7 @@ def expected_tensors(format: Format, activation: Format | None, shape: tuple[int
 
 
 def compress(
-    weight: BlockScaledTensor,
-    input_scale: Tensor | None,
-    dtype: torch.dtype = torch.float32,
-    activation: Format | None = None,
+    weight: BlockScaledTensor, input_scale: Tensor | None, dtype: torch.dtype, activation: Format | None = None
 ) -> dict[str, Tensor]:
     """Returns the tensors of one linear layer; all scales are float32, and `dtype` and `activation` do not matter."""
     format, scale = weight.format, weight.scale
