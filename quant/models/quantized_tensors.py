@@ -41,7 +41,7 @@ from quant.formats.format import E2M1, E4M3, E5M2, E8M0, FORMATS, FP32, INT4, IN
 from quant.models.files import read_fields, safetensors_file
 from quant.recipes.plan import PLAN_FILE
 
-_FP8 = ("F8_E4M3", "F8_E5M2")
+_FP8 = ("F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 CODES = (*_FP8, "U8", "I8", "I32")
 """Dtypes of codes, as safetensors call them."""
 _SCALES = ("_scale_inv", "_scale", "_scales", "_blocks", "_scale_2", "_global_scale", "_zero_point", "_packed")
@@ -211,7 +211,7 @@ def refuse_packed(
         if suffix or blocks or name.endswith("_scale_inv") or name.rpartition(".")[2] in _INTEGER_PARTS:
             raise UserError(f"{file}: {name} belongs to a quantized weight{clause}, or {WAY_OUT}")
     for name, dtype in dtypes.items():
-        if dtype in _FP8:
+        if dtype.startswith("F8_"):
             raise UserError(f"{file}: {name} is in FP8 and has no scale{clause}, or {WAY_OUT}")
         if dtype.startswith(("I", "U", "BOOL")) and name.endswith((".weight", ".bias")):
             raise UserError(f"{file}: {name} holds integers ({dtype}){clause}, or {WAY_OUT}")
@@ -422,7 +422,8 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
     if quantization.method == QuantMethod.AWQ:
         return f"{stem}.weight", Packed((out, count), parts, awq)
     # GPTQ's first version stores zeros less one; configs without a version mean that one.
-    less_one = str(quantization.config.get("checkpoint_format") or quantization.config.get("format")) != "gptq_v2"
+    layout = quantization.config.get("checkpoint_format") or quantization.config.get("format")
+    less_one = str(layout).lower() != "gptq_v2"
     return f"{stem}.weight", Packed((out, count), parts, partial(gptq, zeros_less_one=less_one))
 
 
@@ -444,12 +445,13 @@ def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> Tensor:
     codes, scale = parts["weight_packed" if "weight_packed" in parts else "weight"], parts["weight_scale"]
     scale = scale.float() if scale.dtype == torch.float8_e8m0fnu else scale
     parts = {**parts, "weight_scale": scale}
-    if "weight_zero_point" in parts or "weight_g_idx" in parts:
+    if "weight_zero_point" in parts or "weight_g_idx" in parts or "fnuz" in str(codes.dtype):
         rows, columns = codes.shape
         grid = _grid(scale.shape, (rows, columns))
-        zero = parts.get("weight_zero_point", torch.zeros_like(scale)).reshape(grid).expand(rows, -1)
-        groups = _groups(parts.get("weight_g_idx"), columns, _block((rows, columns), grid, blocks)[1])
-        return _affine(codes, zero, scale.reshape(grid).expand(rows, -1), groups, dtype)
+        height, width = _block((rows, columns), grid, blocks)
+        both = (parts.get("weight_zero_point", torch.zeros_like(scale)), scale)
+        zero, scale = (part.reshape(grid).repeat_interleave(height or rows, 0)[:rows] for part in both)
+        return _affine(codes, zero, scale, _groups(parts.get("weight_g_idx"), columns, width), dtype)
     format = _format_of(codes, scale, "weight_scale_2" in parts or "weight_global_scale" in parts, blocks)
     return layout_of_tensors(parts).decompress(parts, format)[0].dequantize(dtype)
 

@@ -66,7 +66,8 @@ _UNSYNCED = 1 << 26  # bytes that the disk is asked to write at once
 _LOG_BYTES = 1 << 28  # written between two calls of the log
 DTYPE_NAMES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.int16: "I16", torch.uint16: "U16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.int16: "I16", torch.uint16: "U16",
     torch.float16: "F16", torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32",
     torch.complex64: "C64", torch.float64: "F64", torch.int64: "I64", torch.uint64: "U64",
 }  # fmt: skip

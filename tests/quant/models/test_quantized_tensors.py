@@ -147,6 +147,34 @@ def test_fp8_with_one_scale_or_one_a_row(scale: str, tmp_path: Path) -> None:
         assert torch.equal(found[name], (stored[name].double() * scales.double()).float().bfloat16())
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+@pytest.mark.parametrize("block", [(999, 999), (1, 999), (128, 128)])
+def test_fp8_without_negative_zero(dtype: torch.dtype, block: tuple[int, int], tmp_path: Path) -> None:
+    """AMD's FP8, whose codes are other numbers, with a scale for each tensor, row or block."""
+    expected: Tensors = {}
+
+    def pack(name: str, weight: torch.Tensor) -> Tensors:
+        grid = [-(-size // min(step, size)) for size, step in zip(weight.shape, block, strict=True)]
+        scale = torch.rand(*grid) / 64 + 2**-8
+        wide = scale
+        for axis, (size, step) in enumerate(zip(weight.shape, block, strict=True)):
+            wide = wide.repeat_interleave(min(step, size), axis).narrow(axis, 0, size)
+        codes = (weight.float() / wide).to(dtype)
+        expected[f"{name}.weight"] = (codes.double() * wide.double()).float().bfloat16()
+        return {f"{name}.weight": codes, f"{name}.weight_scale": scale}
+
+    model = tiny_models.qwen3(dtype=torch.bfloat16, hidden_size=160, intermediate_size=328, gain=3.0)
+    released(model, tmp_path, pack, {"quant_method": "fp8"})
+    found = weights(tmp_path)
+    assert len(expected) == 14 and all(torch.equal(found[name], expected[name]) for name in expected)
+    file = tmp_path / "model.safetensors"
+    save_file({n: t for n, t in load_file(file).items() if not n.endswith("_scale")}, file, {"format": "pt"})
+    torch.save(load_file(file), tmp_path / "m.pt")
+    for source in (tmp_path, tmp_path / "m.pt"):
+        with pytest.raises(UserError, match=r"\.weight is in FP8 and has no scale"):
+            open_model(source)
+
+
 # --- MXFP4
 
 
@@ -214,7 +242,7 @@ def value(codes: np.ndarray, zero: np.ndarray, scale: np.ndarray, of_input: np.n
     return torch.from_numpy(product)
 
 
-@pytest.mark.parametrize("layout", ["gptq", "gptq_v2"])
+@pytest.mark.parametrize("layout", ["gptq", "gptq_v2", "GPTQ_V2"])
 @pytest.mark.parametrize(("bits", "order"), [(4, "act"), (4, "plain"), (8, "none"), (2, "plain")])
 def test_gptq_equals_numpy(layout: str, bits: int, order: str, tmp_path: Path) -> None:
     draw, expected = np.random.default_rng(0), {}
@@ -233,7 +261,7 @@ def test_gptq_equals_numpy(layout: str, bits: int, order: str, tmp_path: Path) -
         return parts if order == "none" else {**parts, f"{name}.g_idx": torch.from_numpy(of_input.astype(np.int32))}
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": 32, "desc_act": order == "act"}
-    config |= {"checkpoint_format": layout} if layout == "gptq_v2" else {}
+    config |= {"checkpoint_format": layout} if layout != "gptq" else {}
     released(tiny_models.llama(dtype=torch.float16, gain=2.0), tmp_path, pack, config)
     source = open_model(tmp_path)
     assert source.dtype == torch.float16 and source.quantization == f"GPTQ INT{bits} in groups of 32"
