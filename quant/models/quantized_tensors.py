@@ -414,6 +414,8 @@ def _find_words(name: str, tensors: QuantizedTensors, quantization: Quantization
     parts = {part: stored for part, stored in parts.items() if stored in tensors.home}
     if missing := {"qzeros", "scales"} - set(parts):
         raise UserError(f"{quantization.path}: {name} has no {listed(sorted(missing))}; download the model again")
+    if (words := tensors.stored_dtype(name)) != "I32":  # GPTQModel's `pack_dtype`
+        raise UserError(f"{quantization.path}: {name} has words in {words}; those in I32 can be read: {WAY_OUT}")
     out = tensors.stored_shape(parts["scales"])[1]
     bits = 32 * tensors.stored_shape(parts["qzeros"])[1] // out
     _check_bits(bits, name, quantization)

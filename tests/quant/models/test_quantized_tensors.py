@@ -271,6 +271,20 @@ def test_gptq_equals_numpy(layout: str, bits: int, order: str, tmp_path: Path) -
         assert torch.equal(found[name], tensor.float().half()), name
 
 
+def test_words_of_16_bits_are_refused(tmp_path: Path) -> None:
+    def pack(name: str, weight: torch.Tensor) -> Tensors:
+        out, inputs = weight.shape
+        parts = {"qweight": torch.zeros(inputs // 4, out), "qzeros": torch.zeros(1, out // 4)}
+        return {f"{name}.{part}": t.short() for part, t in parts.items()} | {f"{name}.scales": weight[:, 0][None]}
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": -1, "pack_dtype": "int16"}
+    released(tiny_models.llama(dtype=torch.float16), tmp_path, pack, config)
+    with pytest.raises(
+        UserError, match=r"_proj\.qweight has words in I16; those in I32 can be read: quantize the orig"
+    ):
+        open_model(tmp_path)
+
+
 def test_awq_equals_numpy(tmp_path: Path) -> None:
     expected = {}
 
