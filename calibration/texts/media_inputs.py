@@ -493,6 +493,9 @@ def _named_tensors(path: Path, model: nn.Module) -> Mapping[str, Tensor] | None:
     parameters = inspect.signature(model.forward).parameters
     takes = [name for name, each in parameters.items() if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     tensors = _tensors_of(path, takes)
+    for name in {"input_ids", DECODER} & tensors.keys():
+        if tensors[name].is_floating_point():
+            raise ValueError(f"{path}: {name} is {tensors[name].dtype}; token ids are integers: save them as int64")
     # One tensor of integers is a file of token rows, for `calibration_rows`, unless an encoder-decoder reads them.
     is_ids = len(tensors) == 1 and not next(iter(tensors.values())).is_floating_point()
     if is_ids and DECODER not in parameters and path.suffix == ".safetensors":
@@ -523,7 +526,8 @@ def _tensors_of(path: Path, takes: Sequence[str]) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # pickle and zip have no common class of errors
         first_line = str(error).strip().split("\n")[0]
-        raise ValueError(f"{path}: torch.load cannot read it as tensors ({first_line})") from None
+        why = first_line if len(first_line) > 9 else "no file of torch.save"  # a KeyError names a byte
+        raise ValueError(f"{path}: torch.load cannot read it as tensors ({why}); write it by torch.save") from None
     if isinstance(content, Tensor) and takes:
         return {takes[0]: content}
     if isinstance(content, dict) and content and all(isinstance(each, Tensor) for each in content.values()):

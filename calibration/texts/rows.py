@@ -54,7 +54,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from quant.base.errors import check_installed, read_utf8, unlogged
+from quant.base.errors import check_installed, not_utf8, read_utf8, unlogged
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
@@ -165,12 +165,12 @@ def _json_records(path: Path) -> Iterator[dict[str, Any]]:
                 elif line.strip():
                     yield from _objects([json.loads(line.strip())], path, f"line {number}")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise not_utf8(path, error) from None
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {number + error.lineno - 1}: not JSON ({error.msg} at character {error.colno}); give one "
-            "object in each line, or one list of objects"
-        ) from None
+        more = error.msg == "Extra data"
+        why = "more follows a first value" if more else f"not JSON ({error.msg} at character {error.colno})"
+        why += "; give one object in each line, or one list of objects"
+        raise ValueError(f"{path}, line {number + error.lineno - 1}: {why}") from None
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"{path}: cannot be read as a data set: {_one_line(error)}") from error
 
@@ -286,7 +286,8 @@ def _choose_column(record: Mapping[str, Any], column: str | None, name: str) -> 
     if column is None:
         texts = [key for key, value in record.items() if isinstance(value, str)]
         usual = [key for key in (*_CHATS, "text") if record.get(key) is not None]
-        column = next(iter(usual), texts[0] if len(texts) == 1 else None)
+        empty = next((key for key in (*_CHATS, "text") if key in record), None) if not texts else None
+        column = next(iter(usual), texts[0] if len(texts) == 1 else empty)
     if column is None or column not in record:
         problem = f"no column {column!r}" if column else "no column of text that stands out"
         raise ValueError(

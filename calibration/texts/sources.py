@@ -187,7 +187,12 @@ def check_sources(names: Sequence[str], named: str, *, measured: bool = False) -
             if len(parts) > 1 and all(Path(part).exists() for part in parts):
                 each = f"a list of the {len(parts)}" if named.endswith("=") else " ".join(f"{named} {p}" for p in parts)
                 raise UserError(f"{shown}: names {len(parts)} files at once; give {each}")
-            raise UserError(f"{shown}: no such file or directory{near_file(name, () if measured else WRITTEN)}")
+            why = "standard input is not read; write it to a file" if name == "-" else "no such file or directory"
+            raise UserError(f"{shown}: {why}{near_file(name, () if measured else WRITTEN)}")
+        if (path := Path(name)).exists() and not path.is_file() and not path.is_dir():
+            raise UserError(f"{named} {name}: a pipe or a device, and data is read more than once; write it to a file")
+        if (path / "config.json").is_file() and any(path.glob("*.safetensors")):
+            raise UserError(f"{named} {name}: the directory of a model, where a text or other data belongs")
         try:
             check_corpus(name)
         except ValueError as error:

@@ -98,10 +98,9 @@ def check_checkpoint(directory: Path) -> None:
     config = open_checkpoint.config_in(file, "quantization_config") if file.is_file() else None
     if config is None:
         if parts := [str(file.parent) for file in sorted(directory.glob(f"*/{PLAN_FILE}"))]:
-            raise UserError(
-                f"{directory}: not a checkpoint but a pipeline with some, which quant.load_pipeline loads; give one of "
-                f"its components: {', '.join(parts)}"
-            )
+            pipeline = "pipeline with some, which quant.load_pipeline loads; give one of its components"
+            kind = pipeline if is_pipeline(directory) else "folder with some; give one of them"
+            raise UserError(f"{directory}: not a checkpoint but a {kind}: {', '.join(parts)}")
         if (directory / ADAPTER_CONFIG).is_file():
             quantized = "`quantize merged --format nvfp4 --out DIR`"
             raise UserError(f"{refuse_directory(directory)}, quantized, which {quantized} writes to DIR")

@@ -128,7 +128,8 @@ def _fixed_dimension(text: str, name: str, guards: _Guards, examples: Examples, 
         )
     line = f"{place} computes with one size of {dim}, and a graph would be right for that alone"
     if not examples:
-        return f"{line}; serve its checkpoint (vLLM), or pass {option('capacity', 0)} with {option('input')}"
+        fixed = f"{option('capacity', 0)} and {option('input', 'input_ids:int64:1,16')}"
+        return f"{line}; serve its checkpoint (vLLM), or fix the sizes of its input, as {fixed} does"
     # Of a transformers model a server runs the checkpoint.
     way_out = ", or serve its checkpoint (vLLM)" if guards.is_served else ""
     fixed = " ".join(

@@ -50,8 +50,15 @@ def read_utf8(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        sums = "imatrix" in path.name and "; an importance matrix of llama.cpp holds sums: give the text it was made of"
-        raise ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}){sums or ''}") from None
+        raise not_utf8(path, error) from None
+
+
+def not_utf8(path: Path, error: UnicodeDecodeError) -> ValueError:
+    """Returns the error for a file that is not UTF-8."""
+    way_out = "save it as UTF-8" + ", or token ids as .safetensors or .pt" * (path.suffix not in (".txt", ".jsonl"))
+    if "imatrix" in path.name:
+        way_out = "an importance matrix of llama.cpp holds sums: give the text it was made of"
+    return ValueError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start}); {way_out}")
 
 
 def near_file(path: str | Path, others: Iterable[str] = ()) -> str:

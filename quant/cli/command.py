@@ -377,7 +377,7 @@ class Command(click.Command):
             # click silently takes the last of several values.
             values, _, order = self.make_parser(ctx).parse_args(list(args))
             for option, count in Counter(order).items():
-                if values[str(option.name)] == "":
+                if (value := values[str(option.name)]) == "" or (isinstance(value, list) and "" in value):
                     raise click.UsageError(f"{option.get_error_hint(ctx)} is empty, as a variable that is not set", ctx)
                 if isinstance(option, click.Option) and not (option.multiple or option.is_flag) and count > 1:
                     raise click.UsageError(f"{option.opts[0]} takes one value, and {count} are given", ctx)
@@ -489,6 +489,8 @@ def _as_line(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.filename is not None and error.filename2 is None:
         near = near_file(os.fsdecode(error.filename)) if isinstance(error, FileNotFoundError) else ""
         message = f"{os.fsdecode(error.filename)}: {error.strerror}{near}"  # without Python's number of it
+    if "usable temporary directory" in message:  # Python looks for one by writing to it
+        return f"{getattr(error, 'strerror', message)}; make room there, or name another by TMPDIR", 2
     # PyTorch's own import fails where its libraries are not found.
     calls = list(traceback.walk_tb(error.__traceback__))
     codes = [(frame.f_code.co_name, frame.f_globals.get("__name__")) for frame, _ in calls]

@@ -85,15 +85,11 @@ def examine() -> dict[str, Any]:
     """Returns versions, CPU, GPUs, and each optional package with its extra, JSON-ready."""
     import torch
 
+    threads = torch.get_num_threads()
     has_nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     return {
         "versions": versions(),
-        "cpu": {
-            "name": describe_processor(),
-            "cores": cores(),
-            "quota": quota(),
-            "torch_threads": torch.get_num_threads(),
-        },
+        "cpu": {"name": describe_processor(), "cores": cores(), "quota": quota(), "torch_threads": threads},
         "cuda": torch.version.cuda,
         # The NCCL that this torch was built with, which may differ from the system's.
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,
@@ -114,11 +110,8 @@ def _gpu(index: int) -> dict[str, Any]:
     from quant.kernels.linear import tiles
 
     gpu = current(index)
-    return {
-        **_data_sheet(gpu),
-        "name": torch.cuda.get_device_properties(index).name,
-        "tuned_shapes": tiles.count_entries(gpu),
-    }
+    name = torch.cuda.get_device_properties(index).name
+    return {**_data_sheet(gpu), "name": name, "tuned_shapes": tiles.count_entries(gpu)}
 
 
 def _driver() -> str | None:
@@ -150,12 +143,8 @@ def print_findings(findings: dict[str, Any]) -> None:
         out.print("GPU: none; quantizing, exporting and evaluating work, kernels run as their PyTorch reference")
     packages = findings["packages"].values()
     absent = [f"no: extra {entry['extra']}" if entry["extra"] else "no" for entry in packages]
-    columns = {
-        "!package": list(findings["packages"]),
-        "for": [entry["for"] for entry in packages],
-        "!here": ["yes" if entry["installed"] else how for entry, how in zip(packages, absent, strict=True)],
-    }
-    print_table(columns)
+    here = ["yes" if entry["installed"] else how for entry, how in zip(packages, absent, strict=True)]
+    print_table({"!package": list(findings["packages"]), "for": [each["for"] for each in packages], "!here": here})
     missing = [e["extra"] for e in packages if e["extra"] and not e["installed"]]
     if missing:
         how = install_command(missing[0])

@@ -32,29 +32,17 @@ if TYPE_CHECKING:
 
 @click.command("evaluate", cls=cli.Command)
 @click.argument("model", shell_complete=MODELS)
-@click.option(
-    "--text", "texts", multiple=True, type=cli.PATH,
-    help="Text, or token ids in safetensors. Repeatable: figures stand side by side.",
-)  # fmt: skip
-@click.option(
-    "--data",
-    multiple=True,
-    metavar="SOURCE",
-    help="In place of a text: images/, sounds/, hf:NAME or named inputs, as for `quantize --calib`. Repeatable.",
-)
+@click.option("--text", "texts", multiple=True, type=cli.PATH, help="Text, or token ids in safetensors. Repeatable: "
+              "figures stand side by side.")  # fmt: skip
+@click.option("--data", multiple=True, metavar="SOURCE", help="In place of a text: images/, sounds/, hf:NAME or named "
+              "inputs, as for `quantize --calib`. Repeatable.")  # fmt: skip
 @click.option("--baseline", shell_complete=MODELS, help="Model to compare with; gives KL, top-1 agreement, cosine "
               "and relative error.")  # fmt: skip
 @click.option("--samples", default=16, help="Rows of each text; images or sounds.")
-@click.option("--seqlen", default=512, help="Tokens per row.")
+@click.option("--seqlen", default=512, type=click.IntRange(min=2), help="Tokens per row.")
 @click.option("--batch-size", default=1, help="Rows per forward pass.")
-@click.option(
-    "--task",
-    "own_tasks",
-    multiple=True,
-    type=cli.PATH,
-    metavar="FILE.jsonl",
-    help="In place of a text: questions with right answers, one a line (docs/measuring.md). Repeatable.",
-)
+@click.option("--task", "own_tasks", multiple=True, type=cli.PATH, metavar="FILE.jsonl", help="In place of a text: "
+              "questions with right answers, one a line (docs/measuring.md). Repeatable.")  # fmt: skip
 @click.option("--tasks", metavar="NAMES", help="In place of a text: tasks of lm-eval, such as arc_easy,hellaswag.")
 @click.option("--task-path", type=cli.PATH, help="Folder with YAML files of tasks of your own.")
 @click.option("--shots", type=click.IntRange(min=0), help="Solved examples before each question of --tasks.")

@@ -51,6 +51,7 @@ def generate_command(
     exported file runs in the place of MODEL: several prompts at once, and sampling, if requested. An ONNX file runs on
     a GPU if onnxruntime has its CUDA provider (onnxruntime-gpu).
     """
+    prompts = tuple(map(_decoded, prompts))
     in_onnxruntime = engine is not None and (engine.is_dir() or engine.suffix == ".onnx")
     context = click.get_current_context()
     for name in _OF_MODELS[in_onnxruntime:] if engine is not None else _OF_ENGINES:
@@ -72,6 +73,14 @@ def generate_command(
         raise UserError(f"{len(prompts)} prompts: MODEL takes one, and an exported file several (--engine)")
     options = {name: given[name] for name in ("max_new_tokens", *_OF_MODELS)}
     _run_model(model, prompts[0], options, unsafe_load=unsafe_load, quiet=quiet, as_json=as_json)
+
+
+def _decoded(prompt: str) -> str:
+    """Returns a prompt as UTF-8, which Python keeps as bytes where the locale is another; UserError for other bytes."""
+    try:
+        return prompt if prompt.isascii() else prompt.encode("utf-8", "surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--prompt {prompt!r}: not UTF-8 ({error.reason}); write it in UTF-8") from None
 
 
 def _run_session(

@@ -57,6 +57,8 @@ def report_command(directory: Path, other: Path | None, receipt_file: Path | Non
     With --receipt, the receipt is added to report.json, and the page shows every layer at every stage of the export.
     With OTHER, a second run on the same model, a page shows both side by side, and the totals are printed.
     """
+    if out is not None and out.is_dir():
+        raise UserError(f"{out} is a directory; name a file with --out")
     if other is not None:
         if receipt_file is not None:
             raise UserError("--receipt belongs to one checkpoint; leave it out to compare two")
@@ -97,15 +99,12 @@ def formats_command(as_json: bool) -> None:
         },
         "formats": {
             f.name: {
-                "element": f.element.name,
-                "scale": f.scale.name,
-                "block": list(f.block),
-                "global_scale": f.global_scale,
-                "bits_per_weight": f.bits_per_weight(),
+                "element": f.element.name, "scale": f.scale.name, "block": list(f.block),
+                "global_scale": f.global_scale, "bits_per_weight": f.bits_per_weight(),
             }
             for f in FORMATS.values()
         },
-    }
+    }  # fmt: skip
     if as_json:
         print_json(tables)
         return

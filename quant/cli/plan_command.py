@@ -78,9 +78,8 @@ def show_command(plan_file: Path, globs: tuple[str, ...], sort: str, everything:
     plan = Plan.load(plan_file)
     layers = [plan.by_name[name] for name in matched(globs or "*", plan.by_name)]
     if globs and not layers:
-        raise ValueError(
-            f"--match {', '.join(globs)}: no layer of {plan_file} matches{near_glob(globs[0], plan.by_name)}"
-        )
+        near = near_glob(globs[0], plan.by_name)
+        raise ValueError(f"--match {', '.join(globs)}: no layer of {plan_file} matches{near}")
     if sort != "model":
         # Stable, so that layers without a score stay in model order at the end.
         layers.sort(key=lambda m: -(m.nbytes if sort == "bytes" else m.score or 0.0))

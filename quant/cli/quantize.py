@@ -18,10 +18,7 @@ from quant.cli.console import CONSOLE, listener, print_plan
 from quant.models.startup import read_ahead, skip_image_packages
 
 GROUPS = {
-    "Formats": (
-        "--format", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--kv-bits",
-        "--attention",
-    ),
+    "Formats": ("--format", "--plan", "--include", "--exclude", "--lm-head", "--kv-cache", "--kv-bits", "--attention"),
     "Formats chosen within a limit": (
         "--bits", "--fit", "--ctx", "--batch", "--latency", "--max-kl", "--max-ppl-increase", "--min-task", "--target",
         "--power", "--method", "--pin", "--forbid", "--at-least", "--search", "--sensitivity",

@@ -521,7 +521,7 @@ def explained(where: str | Path) -> Iterator[None]:
     except (UserError, MemoryError):
         raise
     except Exception as error:
-        unknown = ", which its code does not know; is it misspelled, or newer?" if isinstance(error, KeyError) else ""
+        unknown = ": a name that is missing, or that its code does not know" if isinstance(error, KeyError) else ""
         raise UserError(f"{where}: {one_line(error)}{unknown}") from error
 
 

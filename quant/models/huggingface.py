@@ -8,9 +8,10 @@ here; transformers would fill them with random numbers. Python files of the dire
 
 import contextlib
 import json
+import os
 import pickle
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,7 @@ _FULL_MODELS = (
 )
 """Classes of transformers with every part of a model; each by its config."""
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+_POINTER = b"version https://git-lfs"
 
 
 def load(
@@ -149,7 +151,8 @@ def load(
     """
     if not (path / "config.json").is_file():
         raise refuse_directory(path)
-    quantization = quantization_of(path, read_fields(path / "config.json"))
+    _check_types(fields := read_fields(path / "config.json"), path / "config.json")
+    quantization = quantization_of(path, fields)
     shards = find_shards(path)
     readable = [shard for shard in shards if shard.suffix == ".safetensors"]
     if quantization is None:
@@ -186,6 +189,16 @@ def load(
             if any(map(_EXPERT.search, names)) and (model := _open_streamed(cls, config, dtype, path)) is not None:
                 return model, None
         return build(cls, config, dtype, meta, path), None
+
+
+def _check_types(fields: Mapping[str, Any], where: Path) -> None:
+    """Raises UserError for fields that end in an error of transformers' code, which does not name them."""
+    for key in {"dtype", "torch_dtype"} & fields.keys():
+        dtype = getattr(torch, str(value := fields[key]).removeprefix("torch."), None)
+        if isinstance(value, str) and value != "auto" and not getattr(dtype, "is_floating_point", False):
+            raise UserError(f"{where}: {key} {value!r} is no floating-point dtype; write one there, such as bfloat16")
+    if not isinstance(table := fields.get("quantization_config"), dict | None):
+        raise UserError(f"{where}: quantization_config is a {type(table).__name__}, not a table; download it again")
 
 
 def _open_streamed(
@@ -435,7 +448,7 @@ def find_shards(path: Path) -> list[Path]:
     """Returns the weight files, each there, none empty, and safetensors files complete."""
     for name in _WEIGHTS:
         index = path / f"{name}.index.json"
-        if (path / name).is_file():
+        if os.path.lexists(path / name):  # a link that leads nowhere is missing
             shards = [path / name]
         elif index.is_file():
             weights = read_fields(index).get("weight_map")
@@ -447,6 +460,9 @@ def find_shards(path: Path) -> list[Path]:
         for shard in shards:
             if not shard.is_file() or not shard.stat().st_size:
                 raise UserError(f"{shard}: this weight file is missing or empty; download it again")
+            with shard.open("rb") as file:
+                if file.read(len(_POINTER)) == _POINTER:
+                    raise UserError(f"{shard}: a pointer of Git LFS; `git lfs pull` in {path} fetches the weights")
             if shard.suffix == ".safetensors":
                 safetensors_file(shard)
         return shards
@@ -457,9 +473,10 @@ def find_shards(path: Path) -> list[Path]:
             f"{path}: a model of diffusers; give the directory of its pipeline, with model_index.json, or open it with "
             "diffusers and pass the module to quant.quantize"
         )
-    raise UserError(
-        f"{path}: has a config.json and no weights; expected {' or '.join(_WEIGHTS)}, or an index of shards"
-    )
+    parts = sorted(part.name for part in path.glob("*-of-*") if part.suffix in (".safetensors", ".bin"))
+    missing = f", {parts[0].rsplit('-', 3)[0]}{Path(parts[0]).suffix}.index.json; download it" if parts else ""
+    wanted = f"{' or '.join(_WEIGHTS)}, or an index of shards{missing}"
+    raise UserError(f"{path}: has a config.json and {listed(parts) or 'no weights'}; expected {wanted}")
 
 
 def patch_forward(model: nn.Module) -> nn.Module:

@@ -4,13 +4,14 @@
 """
 
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from quant.base.atomic import write_atomically
-from quant.base.errors import UserError, listed
+from quant.base.errors import UserError, listed, option
 from quant.base.json_files import JsonData, read_json, typed, write_json
 from quant.base.processor import peak_rss
 from quant.calibration.allocation.goal import AllocationRecord
@@ -213,6 +214,9 @@ def rewrite(
     `source` is the receipt's name in the UserError for one that is invalid or of another plan.
     """
     report, plan = read_run(directory)
+    if not os.access(directory, os.W_OK) and (out is None or receipt is not None):
+        way_out = f"name another place with {option('out')}" if receipt is None else "copy the checkpoint, and use that"
+        raise UserError(f"{directory} cannot be written to; {way_out}")
     if receipt is not None:
         try:
             report.receipt = Receipt.from_dict(receipt)
@@ -235,6 +239,7 @@ def read_run(directory: Path) -> tuple[Report, Plan]:
         if not (directory / name).is_file():
             parts = listed(str(file.parent) for file in sorted(directory.glob(f"*/{name}")))
             way_out = f"pass one of its parts: {parts}" if parts else "pass a directory that `quantize --out` wrote"
+            way_out = f"it is a file; pass its directory, {directory.parent}" if directory.is_file() else way_out
             raise UserError(f"{directory}: no {name}; {way_out}")
     return Report.load(directory / "report.json"), Plan.load(directory / PLAN_FILE)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
-from quant.base.errors import counted, loss_text, megabytes, quoted
+from quant.base.errors import UserError, counted, loss_text, megabytes, quoted
 from quant.calibration.allocation.goal import AllocationRecord, BudgetKind, Verified
 from quant.calibration.layer_result import LayerResult
 from quant.calibration.texts.mixture import solver_needs_data
@@ -206,6 +206,10 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
     # The commands need text, and so a tokenizer: none for vision models, state dicts, or a model without its tokenizer.
     if not names[0].endswith("ForCausalLM") or not any((directory / name).is_file() for name in _TOKENIZERS):
         return [*lines, opened]
+    try:
+        _ = read_fields(words) if (words := directory / "tokenizer.json").is_file() else None
+    except UserError as error:  # a file that was damaged in the source too
+        return [*lines, f"warning: {error}", opened]
     if report.evaluation is None:
         lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
     path, original = quoted(directory), quoted(report.model)

@@ -49,7 +49,7 @@ def test_a_config_without_a_dtype(key: str, tmp_path: Path) -> None:
         ({"architectures": ["MistralForCausalLM"]},
          "architectures names MistralForCausalLM, no class of model_type llama; correct one of them in config.json"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1, which the weights in the files do not have"),
-        ({"hidden_act": "nope"}, "KeyError: 'nope', which its code does not know; is it misspelled, or newer?"),
+        ({"hidden_act": "nope"}, "KeyError: 'nope': a name that is missing, or that its code does not know"),
     ],
 )  # fmt: skip
 def test_a_config_that_is_no_models(changes: dict[str, Any], says: str, tmp_path: Path) -> None:
