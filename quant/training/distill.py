@@ -267,10 +267,7 @@ def _distill_checkpoint(
         source.model = student
         report = report_of(source, plan, record, after, checkpoint, session)
         if before is None and trained.after > _WORSE * trained.before:
-            report.warnings.append(
-                f"training raised the loss of its first rows from {loss_text(trained.before)} to "
-                f"{loss_text(trained.after)}; lower {option('lr')} (it was {rate:g})"
-            )
+            report.warnings.append(f"training {trained.outcome}; lower {option('lr')} (it was {rate:g})")
         report.command, report.seconds = command, {"train": sum(trained.seconds)}
 
         def finish(directory: Path, hashes: Mapping[str, str], messages: list[str]) -> None:
@@ -421,11 +418,11 @@ def _train(
         ruined = max(_RUINED * trained.before, _NEGLIGIBLE)
         if trained.after <= (ruined if held_out is None else max(_WORSE * trained.before, train_loop.NOISE)):
             break
-        judged = "its first rows" if held_out is None else "held-out rows"
-        rose = f"raised the loss of {judged} from {loss_text(trained.before)} to {loss_text(trained.after)}"
         if not tries_left:
-            raise UserError(f"training {rose}, so nothing was written; lower {option('lr')} (it was {rate:g})")
-        listener.message(f"a rate of {rate:.2g} {rose}: training begins anew at {rate / 4:.2g}")
+            raise UserError(
+                f"training {trained.outcome}, so nothing was written; lower {option('lr')} (it was {rate:g})"
+            )
+        listener.message(f"a rate of {rate:.2g} {trained.outcome}: training begins anew at {rate / 4:.2g}")
         rate /= 4
         for parameter, value in zip(learned, start, strict=True):
             parameter.detach().copy_(value)

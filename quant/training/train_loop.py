@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from quant.base.errors import UserError, option
+from quant.base.errors import UserError, loss_text
 from quant.calibration.session import device_of
 from quant.training.qat_layers import Packed, RoundedWeight
 
@@ -130,7 +130,8 @@ class Trained:
     losses: list[float]
     seconds: list[float]
     before: float  # the loss of the held-out rows, else of the first step's, before the first step and after the last
-    after: float
+    after: float  # infinity where a loss or gradient was not finite, which ends training
+    outcome: str  # what training did to the loss, for messages
     replayed: bool = False
 
 
@@ -143,6 +144,7 @@ def train(
     `loss` is of a batch, token ids int64 `[batch, seqlen]` on the model's device. The rows, `[rows, seqlen]`, come in a
     new random order each time they are used up. `progress` is called with (steps done, steps in all, loss). The loss of
     `held_out`, a batch, is computed after each tenth of the steps; training ends where it has risen by a quarter.
+    UserError: the loss or its gradient is not finite before any weight was changed.
     """
     steps, batch, rate = hyperparameters.steps, hyperparameters.batch, hyperparameters.rate
     if steps < 1 or not 1 <= batch <= len(rows):
@@ -160,11 +162,23 @@ def train(
     losses, seconds = [], []
     judged = (next(_batches(rows, batch, hyperparameters.seed)) if held_out is None else held_out).to(device)
     with torch.no_grad():
-        before = after = passes.of(judged).item()
+        before = after = value = passes.of(judged).item()
+    outcome = ""
     for step, ids in zip(range(1, steps + 1), _batches(rows, batch, hyperparameters.seed), strict=False):
         started = time.perf_counter()
-        losses.append(_finite(passes(ids), step, rate))
-        nn.utils.clip_grad_norm_(learned, _CLIP)
+        losses.append(passes(ids))
+        norm = float(nn.utils.clip_grad_norm_(learned, _CLIP))
+        if not all(map(math.isfinite, (before, losses[-1], norm))):
+            if step == 1:
+                raise UserError(
+                    f"losses of {before:g} and {losses[-1]:g}, and a gradient of norm {norm:g}, before any weight was "
+                    "changed: the model or its teacher gives NaN or infinity on these rows; leave such rows out"
+                )
+            after, outcome = (
+                math.inf,
+                f"came to a loss of {losses[-1]:g} with a gradient of norm {norm:g} at step {step}",
+            )
+            break
         optimizer.step()
         decay.step()
         if on_gpu:
@@ -174,18 +188,15 @@ def train(
             progress(step, steps, losses[-1])
         if step == steps or (held_out is not None and step % -(-steps // 10) == 0):
             with torch.no_grad():
-                after = _finite(passes.of(judged).item(), step, rate)
+                value = passes.of(judged).item()
+            after = value if math.isfinite(value) else math.inf
             if after > max(_RISEN * before, NOISE):
                 break
     replayed = passes.replays
     passes.close()
-    return Trained(losses, seconds, before, after, replayed)
-
-
-def _finite(loss: float, step: int, rate: float) -> float:
-    if not math.isfinite(loss):
-        raise UserError(f"step {step}: the loss is {loss}; lower {option('lr')}, which is {rate:g}")
-    return loss
+    rows_judged = "its first rows" if held_out is None else "held-out rows"
+    outcome = outcome or f"raised the loss of {rows_judged} from {loss_text(before)} to {loss_text(value)}"
+    return Trained(losses, seconds, before, after, outcome, replayed)
 
 
 def train_only_norms(model: nn.Module) -> None:

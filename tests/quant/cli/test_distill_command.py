@@ -27,7 +27,7 @@ from quant.kernels.linear.quant_linear import QuantLinear
 from quant.training import distill
 from quant.training import distill as training_run
 from quant.training.distill import DistillOptions
-from quant.training.distillation_loss import cache_teacher
+from quant.training.distillation_loss import cache_teacher, distillation_loss
 from quant.training.train_loop import Hyperparameters, StoredDtypes, train
 
 pytest.importorskip("transformers")
@@ -218,10 +218,65 @@ def test_a_rate_that_raises_the_loss_is_lowered(made: Path, tmp_path: Path, monk
     assert "so nothing was written; lower --lr (it was 7.8125)" in result.output
 
 
+def broken_at(step: int, make: Any) -> Any:
+    """A distillation loss that `make` changes in the first run's backward pass number `step`."""
+    loss, passes = distillation_loss, [0]
+
+    def changed(*args: Any, **options: Any) -> torch.Tensor:
+        value = loss(*args, **options)
+        passes[0] += value.requires_grad
+        return make(value) if passes[0] == step and value.requires_grad else value
+
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("make", "line"),
+    [
+        (lambda loss: loss * float("nan"), "a loss of nan with a gradient of norm nan at step 3"),
+        (lambda loss: (loss - loss.detach()).sqrt(), "a loss of 0 with a gradient of norm nan at step 3"),
+    ],
+    ids=["loss", "gradient"],
+)
+def test_a_rate_that_gives_nan_is_lowered_too(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, line: str
+) -> None:
+    save_file({"rows": torch.randint(0, 64, (32, 24))}, tmp_path / "rows.safetensors")
+    args = (distill_command, made / "ptq", "--teacher", made / "model", "--data", tmp_path / "rows.safetensors")
+    args = (*args, *OPTIONS[:6], "--samples", 32, "--device", "cpu", "--out")
+    monkeypatch.setattr(training_run.train_loop, "usual_rate", lambda *_: 4e-5)
+    monkeypatch.setattr(training_run, "distillation_loss", broken_at(3, make))
+    result = run(*args, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert line in (text := " ".join(result.output.split())) and "training begins anew at 1e-05" in text
+    result = run(*args[:-1], "--lr", 1e-5, "--out", tmp_path / "low")
+    both = [load_file(tmp_path / name / "model.safetensors") for name in ("out", "low")]
+    assert result.exit_code == 0 and both[0].keys() == both[1].keys()
+    # A rate that is asked for is not lowered, and a first step that is not finite is no rate's fault.
+    for step, line in ((3, "so nothing was written; lower --lr (it was 1e-05)"), (1, "leave such rows out")):
+        monkeypatch.setattr(training_run, "distillation_loss", broken_at(step, make))
+        result = run(*args[:-1], "--lr", 1e-5, "--out", tmp_path / "none")
+        assert result.exit_code == 2 and line in result.output and not (tmp_path / "none").exists()
+
+
+def test_the_warning_names_the_rows_whose_loss_rose(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model with tiny losses, which no rate is judged by."""
+    save_file({"rows": torch.randint(0, 64, (32, 24))}, tmp_path / "rows.safetensors")
+    args = (distill_command, made / "ptq", "--teacher", made / "model", "--data", tmp_path / "rows.safetensors")
+    args = (*args, *OPTIONS[:6], "--samples", 32, "--device", "cpu", "--out", tmp_path / "out")
+    monkeypatch.setattr(training_run.train_loop, "usual_rate", lambda *_: 5e-3)
+    monkeypatch.setattr(training_run, "distillation_loss", lambda *a, **o: 1e-6 * distillation_loss(*a, **o))
+    assert run(*args).exit_code == 0
+    (warning,) = [w for w in quant.Report.load(tmp_path / "out" / "report.json").warnings if "raised the loss" in w]
+    assert "raised the loss of held-out rows from" in warning
+
+
 def test_the_last_step_is_checked_too() -> None:
     model = nn.Linear(2, 1, bias=False)
-    with pytest.raises(quant.UserError, match="step 1: the loss is inf; lower lr"):
-        train(model, lambda ids: model.weight.square().sum(), torch.zeros(1, 2), Hyperparameters(1, 1, rate=1e30))
+    trained = train(model, lambda ids: model.weight.square().sum(), torch.zeros(1, 2), Hyperparameters(1, 1, rate=1e30))
+    assert trained.after == torch.inf and trained.outcome.endswith("to inf")
 
 
 def test_what_training_made_worse_is_told(made: Path, tmp_path: Path) -> None:
