@@ -84,8 +84,6 @@ def watching_attention(model: nn.Module, watch: Watch) -> Iterator[None]:
 
 
 def _watched(name: str, watch: Watch) -> Callable[..., Any]:
-    """Returns transformers' attention function `name`, with a call of `watch` before it."""
-
     def attend(module: nn.Module, query: Any, key: Any, value: Any, *arguments: Any, **options: Any) -> Any:
         watch(module, query, key, value)
         # "eager" is a function of each modeling file, and so is the registry where a model overrides one name.

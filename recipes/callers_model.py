@@ -40,11 +40,12 @@ def unwrapped(model: Any, taker: str) -> nn.Module:
 
 
 def inner_model(model: nn.Module) -> nn.Module:
-    """Returns the model inside the wrappers of DDP, nn.DataParallel, averaged weights (EMA, SWA) or torch.compile."""
+    """Returns the model inside of DDP, DataParallel, EMA or SWA, torch.compile, DeepSpeed or Lightning's Fabric."""
     while True:
         # Wrappers nest: DDP around torch.compile and the other way round are both in use.
-        if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
-            model = model.module
+        others = {cls.__name__ for cls in type(model).__mro__} & {"DeepSpeedEngine", "_FabricModule"}
+        if others or isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel | AveragedModel):
+            model = model.module  # type: ignore[assignment]
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:

@@ -168,7 +168,6 @@ def _edited_recipe(recipe: str | Recipe, solver: str | None, exclude: Sequence[s
 def _with_solver_of(
     effort: int, recipe: Recipe, layers: Sequence[Layer], model: nn.Module | Mapping[str, Sequence[int]]
 ) -> tuple[Recipe, dict[str, Any]]:
-    """Returns `recipe` with the solver of an effort, and the record of that choice for the provenance."""
     denoiser = isinstance(model, nn.Module) and is_denoiser(model)
     level = effort if isinstance(model, nn.Module) else min(effort, 1)  # a bare state dict has no data for more
     # Fused experts as in transformers 5, or one module for each expert as before: `solver_of` treats both alike.

@@ -395,7 +395,6 @@ def _scoring(model: nn.Module, space: Space, rows: Tensor, options: Options, ses
 
 
 def _with_verified(plan: Plan, verified: Sequence[Verified]) -> Plan:
-    """Returns the plan with the losses on the text that verifies its allocation, in its provenance."""
     if not verified:
         return plan
     note = {**plan.provenance["allocation"], "verified": [each.to_dict() for each in verified]}

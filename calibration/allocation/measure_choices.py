@@ -583,7 +583,6 @@ class Loop:
         return option("max_ppl_increase", f"{100 * (self.goal.max_ppl_increase or 0.0):g}%")
 
     def _ratio(self, choice: np.ndarray) -> float:
-        """Returns the measured loss of a choice as a fraction of the limit."""
         return self.bench.limited_loss(choice) * self.scale / self.goal.budget.limit
 
     def _note(self, choice: np.ndarray, predicted: float) -> float:

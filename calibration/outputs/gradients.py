@@ -288,7 +288,6 @@ class _Pass:
         return gradient
 
     def _with_gradient(self, out: Tensor, add: Callable[[Tensor], None]) -> Tensor:
-        """Returns the output of a layer, whose gradient `add` will be called with."""
         if not torch.is_grad_enabled():
             return out
         if not out.requires_grad:

@@ -145,8 +145,6 @@ def _inverse(gain: Tensor) -> Tensor:
 def _hooks(
     block: nn.Module, points: Sequence[Point], keep: Callable[[Point, Tensor], None]
 ) -> Iterator[torch.utils.hooks.RemovableHandle]:
-    """Registers hooks that call `keep` with the hidden states at `points`."""
-
     def before(point: Point) -> Callable[..., None]:
         return lambda module, args, kwargs: keep(point, _first_float(args, kwargs))
 
@@ -238,7 +236,6 @@ def find_writers(
 
 
 def _distinct(states: Iterable[_State]) -> list[_State]:
-    """Returns the first of all states that have one value."""
     distinct: list[_State] = []
     for state in states:
         if not any(state.key == other.key for other in distinct):

@@ -112,7 +112,6 @@ def pareto(problem: KnapsackProblem, resource: str, points: int = 25) -> list[np
 
 
 def _milp(problem: KnapsackProblem, limits: Mapping[str, float], minimize: str, near: Near | None) -> np.ndarray:
-    """Returns the optimum, up to the solver's tolerances."""
     from scipy.optimize import Bounds, LinearConstraint, milp
     from scipy.sparse import csr_array, vstack
 

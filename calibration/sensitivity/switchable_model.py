@@ -264,7 +264,6 @@ class FormatChoice:
         return self._narrowed(layer, form, lambda: self._values(layer, candidate) - self.dense(layer, KEPT))
 
     def _values(self, layer: SwitchableLayer, candidate: Candidate, index: int | None = None) -> Tensor:
-        """Returns the values of `dense` without adding them to the cache."""
         dense = self._dense.get((layer.plan.name, candidate.name))
         if dense is not None:
             return dense if index is None else dense[index]

@@ -169,7 +169,6 @@ def _is_fused(x: Tensor, format: Format) -> bool:
 
 
 def _spread(scale: Tensor, shape: tuple[int, ...], format: Format) -> Tensor:
-    """Returns block scales as one value a weight."""
     rows, columns = shape
     block_rows, block_columns = format.block_shape((rows, columns))
     return scale.repeat_interleave(block_rows, 0)[:rows].repeat_interleave(block_columns, 1)[:, :columns]

@@ -219,7 +219,6 @@ def _explained(corpus: Corpus) -> Iterator[None]:
 
 
 def _open(datasets: Any, corpus: Corpus) -> Any:
-    """Returns an iterable of records, or a dict of them by split."""
     if corpus.reader:
         options = {"sep": "\t"} if ".tsv" in corpus.path.lower() else {}
         return datasets.load_dataset(corpus.reader, data_files=corpus.path, streaming=True, **options)

@@ -107,7 +107,6 @@ def block_bytes(
 
 
 def _widest(layers: Sequence[LayerPlan]) -> int:
-    """Returns the number of values in the largest second moment."""
     return max((layer.shape[-1] ** 2 for layer in layers if get_pipeline(layer.solver).needs_moment), default=0)
 
 

@@ -427,7 +427,6 @@ def _rounded_by_all(block: Block, groups: Sequence[Group], own: Mapping[int, _Ro
 
 
 def _targets_of(block: Block, group: Group) -> dict[str, Tensor]:
-    """Returns the weights of a group that are to be rounded, by the layers' names."""
     return {
         member.name: transform.widened_weight(block.targets[name], group.parts.channels)
         for member, name in zip(group.members, group.names, strict=True)
@@ -438,7 +437,6 @@ def _targets_of(block: Block, group: Group) -> dict[str, Tensor]:
 
 
 def _put_in_place(block: Block, group: Group, stats: LayerStats | None, rounded: _Rounded, tokens: int) -> None:
-    """Replaces a group's layers by stand-ins."""
     for member, name in zip(group.members, group.names, strict=True):
         original = block.module.get_submodule(name)
         weight = rounded.weights[member.name]

@@ -469,7 +469,6 @@ def solve_state_dict(
 
 
 def _stored_weight(tensors: Mapping[str, Tensor], layer: LayerPlan) -> Tensor:
-    """Returns the weight of a layer in a bare state dict, `[..., out, in]`."""
     weight = tensors[layer.tensor_name]
     return weight.t() if layer.transposed else weight
 

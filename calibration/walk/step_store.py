@@ -307,7 +307,6 @@ class DirectoryStore(Store):
         self._keep(StepFile.write(self._next_start(), step, {}, record, durable=True))
 
     def _next_start(self) -> Path:
-        """Returns the path of the next step's file, up to its hash."""
         self._number += 1
         return self.path / (f"{self._number:05d}-{self.rank}" if self.rank else f"{self._number:05d}")
 

@@ -95,7 +95,6 @@ def plan_of_checkpoint(
 
 
 def _tensor_scales(tensors: Mapping[str, Tensor], layer: LayerPlan) -> tuple[float, ...]:
-    """Returns the scales that a layer of any layout has for its whole weight and for its input."""
     names = [*SECOND_LEVEL, *(["weight_scale"] if layer.weight is not None and layer.weight.per_tensor else [])]
     scales = [tensors[f"{layer.name}.{name}"] for name in names if f"{layer.name}.{name}" in tensors]
     return tuple(float(scale) for scale in scales if scale.numel() == 1)

@@ -487,8 +487,8 @@ def check_read_back(directory: Path, model: nn.Module) -> list[str]:
         if name in own and name not in stored and (now := own[name].dtype).itemsize < buffer.dtype.itemsize:
             return [
                 f"{name} is {now} in this model and {buffer.dtype} in the loaded one, whose outputs will differ: .to() "
-                f"or a method such as .bfloat16() has cast it; build the model with from_pretrained(…, dtype={now}) or "
-                f"from_config(…, dtype={now}) instead"
+                f'or .bfloat16(), or "bf16-true" of Lightning, has cast it; build the model with from_pretrained(…, '
+                f"dtype={now}) or from_config(…, dtype={now}), and cast nothing"
             ]
     return []
 

@@ -319,7 +319,6 @@ def _write_object(saved: Any, directory: Path) -> None:
 
 
 def _is_of_source(saved: Any, source: Path | None) -> bool:
-    """Returns whether a tokenizer or a generation config is the one in the directory of the source, unchanged."""
     if source is None:
         return False
     with tempfile.TemporaryDirectory() as folder, huggingface.quiet():
@@ -558,7 +557,6 @@ def _shard_bytes(size: int | str | None) -> int | None:
 
 
 def _whole(name: str, tensor: Tensor) -> Tensor:
-    """Returns the tensor, if it is whole and in memory; UserError otherwise."""
     # A DTensor, of FSDP or tensor parallelism.
     if hasattr(tensor, "full_tensor"):
         raise UserError(

@@ -298,7 +298,6 @@ def noise_limits(noise_kl: float, noise_agreement: float) -> tuple[float, float]
 
 
 def _among_likeliest(tokens: np.ndarray, logits: np.ndarray) -> np.ndarray:
-    """Returns whether each of the tokens `[rows, steps]` is among the `NEAREST` likeliest of the logits."""
     own = np.take_along_axis(logits, tokens[..., None], -1)
     return ((logits > own).sum(-1) < NEAREST) & np.isfinite(own[..., 0])
 

@@ -243,7 +243,6 @@ def _half_scales(weight: BlockScaledTensor) -> Tensor:
 
 
 def _bits(bits: Tensor) -> Tensor:
-    """Returns bytes of bits `[..., 8]`, the first the lowest."""
     return (bits << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
 
 

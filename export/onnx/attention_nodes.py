@@ -225,7 +225,6 @@ def _delta_rule(S: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _delta_rule_scan(S: Any, *operands: Any) -> tuple[Any, Any]:
-    """Translates `_delta_rule` to a Scan over tokens."""
     import onnx_ir as ir
 
     def value(name: str) -> Any:

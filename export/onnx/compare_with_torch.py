@@ -333,7 +333,6 @@ class LayerGraphs:
         return model
 
     def _transpose(self, model: Any) -> None:
-        """Appends a node to a model that computes a weight `[in, out]`."""
         from onnx import helper
 
         (output,) = model.graph.output

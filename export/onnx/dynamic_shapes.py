@@ -99,7 +99,6 @@ def parse_profile(text: str, inputs: Sequence[Input], floors: Mapping[str, int],
 def _profile_ranges(
     text: str, inputs: Sequence[Input], floors: Mapping[str, int], longest: int | None
 ) -> dict[str, Range]:
-    """Returns the range of every dynamic dimension, as the profile names it or by default."""
     ranges = _named_ranges(text, inputs)
     for dim in (dim for item in inputs for dim in item.dims if isinstance(dim, str) and dim not in ranges):
         low, best, high = next(value for key, value in DEFAULT_RANGES.items() if dim.startswith(key))

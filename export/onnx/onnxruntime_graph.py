@@ -352,7 +352,6 @@ def _readers(value: Any, through: Sequence[str]) -> Iterator[Any]:
 
 
 def _only_reader(node: Any, op: str) -> Any:
-    """Returns the one node that reads a node's output, if it is of this type."""
     readers = list(node.outputs[0].uses())
     return readers[0][0] if len(readers) == 1 and readers[0][0].op_type == op else None
 

@@ -137,7 +137,6 @@ class HybridCache(GroupedAttention):
         return y[..., 0, :].transpose(0, 1).to(dtype), None
 
     def _past(self, kind: str, empty: Tensor) -> Tensor:
-        """Returns a state before this step, `empty` for rows that begin."""
         self.kinds.append(kind)
         if not self.past:
             return empty

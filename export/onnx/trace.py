@@ -106,7 +106,6 @@ class _Guards:
 
 
 def _fixed_dimension(text: str, name: str, guards: _Guards, examples: Examples, highest: Mapping[str, int]) -> str:
-    """Returns the line on a dimension that the model fixes, or keeps within limits."""
     violated = re.search(r"Constraints violated \((\w+)", text)
     if limit := re.search(r"(\w+) = Dim\('\w+', max=(\d+)\)", text):
         dim, most = limit.groups()

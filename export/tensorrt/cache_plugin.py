@@ -166,8 +166,6 @@ def from_fields(fields: Mapping[str, Any]) -> tuple[str, float, bytes]:
 
 
 def _plugin_class(trt: Any, archs: tuple[int, ...]) -> type[Any]:
-    """Returns the `IPluginV3` that the builder asks, which compiles the kernels for each of `archs`."""
-
     class Plugin(plugin.PluginMethods, *plugin.interfaces(trt)):  # type: ignore[misc]
         def __init__(self, format: str, softmax_scale: float, kernels: bytes) -> None:
             self.cache_types = _TYPES[format]

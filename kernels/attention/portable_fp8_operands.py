@@ -52,7 +52,6 @@ def _value_block(
     v, token_stride, out, scale, at_head, blocks, block, tokens,
     dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, static: tl.constexpr, laid_out: tl.constexpr,
 ):  # fmt: skip
-    """A block of one head of V."""
     position = block * rows + tl.arange(0, rows)
     row = order_of_keys(position) if laid_out else position
     d = tl.arange(0, width)
@@ -75,7 +74,6 @@ def _row_block(
     dim: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, hadamard: tl.constexpr, root: tl.constexpr,
     static: tl.constexpr,
 ):  # fmt: skip
-    """A block of one head of Q or K, in two halves of its columns."""
     half: tl.constexpr = dim // 2
     row = block * rows + tl.arange(0, rows)
     d = tl.arange(0, width)

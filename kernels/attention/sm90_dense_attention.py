@@ -310,7 +310,6 @@ _ZERO = gl.constexpr("mov.u32 $0, %nsmid; shr.u32 $0, $0, 20;")
 
 @gluon.jit
 def _fence(x):
-    """Ends a basic block."""
     gl.inline_asm_elementwise(_FENCE, "=r,r", [x], gl.int32, False, 1)
 
 

@@ -203,7 +203,6 @@ def encode_scale_for_four_or_six(x, amax, global_scale, dtype: tl.constexpr):
 
 @triton.jit
 def _squared_error(x, step, amax):
-    """Returns the squared error of each block on a grid of `step`, in units of its amax."""
     steps = quotient(x, step[:, :, None], reciprocal(step)[:, :, None])
     error = nearest_e2m1(steps) - steps
     ratio = step / nonzero(amax)

@@ -161,7 +161,6 @@ def round_samples(x: Tensor, format: Format, input_scale: Tensor | None) -> Tens
 
 
 def _dense(codes: Tensor, scale: Tensor, format: str, groups: int, transposed: bool, dtype: torch.dtype) -> Tensor:
-    """Returns the dequantized parameter of a convolution, in the shape of its codes."""
     matrix = conv_matrix(codes, groups, transposed)
     weight = BlockScaledTensor(matrix, scale, FORMATS[format], tuple(matrix.shape))
     return conv_parameter(dense_view(weight, codes, dtype), codes.shape, groups, transposed)

@@ -238,7 +238,6 @@ class _Cache:
 
 
 def _budget(text: str | None) -> int:
-    """Returns the value of the environment variable, in bytes."""
     if text is None:
         return 2 << 30
     if not text.isdecimal():

@@ -410,7 +410,6 @@ def _weights(
 
 @gluon.jit
 def _scale_of_matrix(scales, expert, constants: gl.constexpr):
-    """Returns the one factor of the whole matrix, applied to the finished sum."""
     form: gl.constexpr = constants.form
     if form == _WORDS:
         decoded: gl.constexpr = DECODED_E4M3 if constants.in_e4m3 else DECODED
@@ -647,7 +646,6 @@ def _consume_as(arguments, group: gl.constexpr):
 
 @gluon.jit
 def _start(consumed, produced, constants: gl.constexpr):
-    """Starts the warps that multiply, in groups, and the one that fetches."""
     # Of two groups, ptxas takes registers that are moved for too few where a product is under way over the end of a
     # turn.
     if constants.groups == 2:

@@ -246,7 +246,6 @@ def _collect(
 
 @gluon.constexpr_function
 def _layout_of(block_m, warps, width):
-    """Returns the layout of a sum of `width` tokens, of a tile of `block_m`."""
     if block_m <= ALONE:
         return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])

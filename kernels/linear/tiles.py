@@ -237,7 +237,6 @@ def quickest_in_e4m3(tokens: int, shape: tuple[int, int], hardware: Hardware) ->
 
 
 def _least(times: list[tuple[float, _Choice]]) -> _Choice:
-    """Returns the choice with the least time, the first of several."""
     return min(times, key=lambda pair: pair[0])[1]
 
 

@@ -283,7 +283,6 @@ def _kernel_of(format: Format) -> Any:
 
 
 def _constants(format: Format, columns: int, launch: _Launch) -> dict[str, Any]:
-    """Returns the compile-time constants and the options of the kernel that casts to a format."""
     constants = {
         "largest": format.element.max,
         "flat": launch.flat or columns == launch.width,

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from quant.base.errors import UserError, require
+from quant.base.errors import UserError, require, warn
 from quant.export.checkpoint.save import detach, save
 from quant.recipes.plan import Plan
 from quant.recipes.recipe import Recipe
@@ -59,11 +59,18 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
     def setup(self, trainer: Any, pl_module: nn.Module, stage: str) -> None:
         model = self._model(pl_module)
         if stage == "fit":
+            earlier = trainer.callbacks[: trainer.callbacks.index(self)]
+            if not _in_training(model) and any(getattr(each, "_average_model", None) for each in earlier):
+                raise UserError("a callback before QATCallback averages the model as it was; put QATCallback first")
             self._enter_training(model)
         elif self._hooked is not model:
             # Whether a checkpoint will be loaded is not known yet.
             model.register_load_state_dict_pre_hook(self._before_loading)
             self._hooked = model
+
+    def on_fit_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        if (narrow := str(trainer.precision)).endswith("16-true") and "dtype" not in self._options:
+            warn(f'precision="{narrow}" rounds weights in training, and most updates are lost: take "bf16-mixed"')
 
     def on_fit_end(self, trainer: Any, pl_module: nn.Module) -> None:
         checkpoints = trainer.checkpoint_callback
@@ -110,7 +117,7 @@ class QATCallback(Callback):  # type: ignore[misc, valid-type]
         if not isinstance(model, nn.Module):
             raise UserError(
                 f"{type(pl_module).__name__} has no module called {self._module!r}; name the attribute that holds the "
-                "model with QATCallback(module=…)"
+                "model with QATCallback(module=…), and set it in __init__: configure_model is too late"
             )
         return model
 

@@ -142,7 +142,6 @@ def describe_processor(root: Path = _ROOT) -> str:
 
 
 def _memory_groups(root: Path) -> Iterator[tuple[Path, int]]:
-    """Yields control groups with a limit on memory, and the limit in bytes."""
     for group in _groups("memory", root):
         for name in ("memory.max", "memory.high", "memory.limit_in_bytes"):
             for word in _words(group / name):

@@ -332,7 +332,6 @@ def _evaluate_calls(models: Sequence[nn.Module], inputs: Inputs, size: int, repo
 
 
 def _of_logits(of_rows: Tensor, *, compared: bool, own_text: bool) -> Evaluation:
-    """Returns the figures of a model that is compared by its logits, from the sums of rows by `compare`."""
     nll, baseline_nll, kl, same, predictions, targets, labelled, right, base_right = of_rows.sum(dim=0).tolist()
     if not predictions:
         raise UserError("the inputs hold no token that follows another one; give longer texts, to a decoder too")
@@ -379,7 +378,6 @@ def _batches(rows: Tensor, size: int, report: Reporter = lambda done, total: Non
 
 
 def _in_order(own: Iterable[tuple[int, T]]) -> list[T]:
-    """Returns the results of all ranks, in the order of their numbers."""
     results = (entry for part in gathered(list(own)) for entry in part)
     return [value for _, value in sorted(results, key=itemgetter(0))]
 

@@ -130,7 +130,6 @@ def output_errors(model: nn.Module, baseline: nn.Module, row: Tensor, names: Ite
 
 
 def _outputs(model: nn.Module, row: Tensor, names: Iterable[str]) -> dict[str, Tensor]:
-    """Returns samples of the outputs of modules, at the same positions in every model."""
     outputs: dict[str, Tensor] = {}
 
     def keep(name: str) -> Callable[..., None]:

@@ -238,7 +238,6 @@ class QuantizedKVCache(Cache):  # type: ignore[misc]
 
 
 def _attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns the attention modules of a decoder, by their `layer_idx`."""
     text = text_config(model.config)
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
     shared = getattr(text, "kv_sharing_modes", None) or getattr(text, "num_kv_shared_layers", None)

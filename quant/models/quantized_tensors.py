@@ -459,7 +459,6 @@ def scaled(parts: Parts, dtype: torch.dtype, blocks: Iterable[Block]) -> Tensor:
 
 
 def _format_of(codes: Tensor, scale: Tensor, second: bool, blocks: Iterable[Block]) -> Format:
-    """Returns the format of a matrix, judging by its codes and scales."""
     if codes.dtype == torch.uint8 and scale.dim() == 2 and scale.shape[0] == 2 * codes.shape[0]:  # ModelOpt's INT4
         return Format("source", INT4, FP32, (1, codes.shape[1] // scale.shape[1]))
     # Scales of one byte are E4M3 (NVFP4) or exponents (MX, in E8M0 or uint8).

@@ -98,7 +98,6 @@ def _template(name: str) -> Template:
 
 
 def _tiles(report: Report) -> list[tuple[str, str, str]]:
-    """Returns the headline figures: label, value and note."""
     size = f"{megabytes(report.bytes_before)} → {megabytes(report.bytes_after)}"
     tiles = [
         ("Smaller by", f"{report.ratio:.2f}×", size),

@@ -161,7 +161,6 @@ def _in_memory(request: Request, model: nn.Module) -> Request:
 
 
 def _plan(request: Request, directory: Path) -> Plan:
-    """Returns the plan of a component, made from shapes alone."""
     cls = pipelines.denoiser_class(directory)
     model = (
         open_model(str(directory), meta=True).module if cls is None else pipelines.outline_of_denoiser(cls, directory)
@@ -249,7 +248,6 @@ def _arguments(source: str, number: int, line: str) -> dict[str, Any]:
 
 
 def _options(request: Request, pipe: Any) -> dict[str, Any]:
-    """Returns the arguments of a pipeline that a request gives, which it must take."""
     taken, options = inspect.signature(pipe.__call__).parameters, dict[str, Any]()
     for text in request.call:
         name, sign, value = text.partition("=")

@@ -56,7 +56,7 @@ from quant.training.low_precision.conversion import plan_of_recipes, to_plain_la
 from quant.training.low_precision.fused_experts_training import LowPrecisionStack, trained_layers
 from quant.training.low_precision.low_precision_linear import LowPrecisionLinear
 from quant.training.low_precision.nonfinite import GradientWatch
-from quant.training.low_precision.state import deployed_input, input_scale, packed_weight
+from quant.training.low_precision.state import deployed_input, input_scale, packed_weight, unagreed
 
 _WITHIN = 0.95  # of half a cell: starts keep from its ends, so that rounding errors cannot carry them over
 _UNRELATED = 0.35  # relative distance of weights that are not of one another; 4-bit rounding makes 0.08 to 0.2
@@ -505,7 +505,6 @@ def pack(model: nn.Module) -> Plan:
 
 
 def _pack_rounded(model: nn.Module, layers: Mapping[str, qat_layers.RoundedWeight]) -> Plan:
-    """Packs the layers of `prepare_qat`; returns the plan that they were prepared by."""
     for name, module in layers.items():
         _refuse_partial(name, module, "it into a model prepared in the same way, and pack that")
         for key, parameter in module.named_parameters(recurse=False):
@@ -542,7 +541,6 @@ def _warn_of_clipped_inputs(layers: Mapping[str, qat_layers.RoundedWeight]) -> N
 
 
 def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinear | LowPrecisionStack]) -> Plan:
-    """Packs the layers of `to_low_precision_training`; returns the plan of their recipe."""
     recipes = {name: layer.low_precision.recipe for name, layer in layers.items()}
     # Everything that can fail comes before the first change.
     weights, scales = {}, {}
@@ -557,6 +555,11 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
         scale = input_scale(state, layer.weight.dtype)
         scales[name] = None if scale is None else scale.to(layer.weight.device)
     _warn_of_unreached_experts(layers)
+    if (first := unagreed(layers)) is not None:
+        warn(
+            f"{first}: this rank has recorded inputs since ranks last agreed on the largest; if other ranks train this "
+            "layer too, call quant.training_report(model).reduce_amax() on all of them before they pack"
+        )
     # Planning runs the model on a stand-in input, for which plain layers will do. It gives the same plan as at
     # conversion, when the layers were chosen and grouped by it.
     to_plain_layers(model)

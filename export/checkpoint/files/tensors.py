@@ -471,7 +471,6 @@ def _metadata(handle: Any, file: Path, key: str, kind: Any, noun: str) -> Any:
 
 
 def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
-    """Returns the scales of a file that float32 does not hold, by name."""
     texts = _metadata(handle, file, EXACT, dict[str, str], "scales")
     names = set(handle.keys())
     with _naming(file, EXACT):
@@ -484,7 +483,6 @@ def _exact_scales(handle: Any, file: Path) -> dict[str, float]:
 
 
 def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
-    """Returns the last parts of tensors' names, by the module before them."""
     by_module: dict[str, list[str]] = {}
     for name in names:
         module, _, last = name.rpartition(".")

@@ -143,7 +143,6 @@ def square_width(*shapes: tuple[int, int]) -> float:
 
 
 def _knows(name: str, recipe: TrainingRecipe) -> bool:
-    """Returns whether a backend has the recipe on some machine."""
     if name != "native":
         # A changed recipe keeps the name; peers know their own ones only.
         names = TORCHAO if name == "torchao" else TRANSFORMER_ENGINE
@@ -402,7 +401,6 @@ def has_rows(recipe: TrainingRecipe) -> bool:
 
 
 def _has_exact_values(format: Format, recipe: TrainingRecipe) -> bool:
-    """Returns whether BF16 holds the decoded values of a format."""
     has_powers_of_two = format.has_power_of_two_scales or recipe.power_of_two_scales
     return format.element is E4M3 and not format.global_scale and has_powers_of_two
 

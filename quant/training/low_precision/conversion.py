@@ -111,16 +111,13 @@ class LowPrecisionTraining:
         saved = state.get(_RECIPE)
         own_names = self._names_of_recipes()
         names = own_names if saved is None else bytes(saved.tolist()).decode(errors="replace")
-        if "," in names + own_names and names != own_names:
-            raise UserError(
-                "the checkpoint was trained in other recipes by layer than this model: convert it with the recipes of "
-                "that run, or leave out the state of the report to go on in others"
-            )
         if names != own_names:
+            facts = f"in {names}, and this model trains in {own_names}: convert it with"
+            facts += f' quant.to_low_precision_training(model, "{names}")'
+            if "," in names + own_names:
+                facts = "in other recipes by layer than this model: convert it with the recipes of that run"
             raise UserError(
-                f"the checkpoint was trained in {names}, and this model trains in {own_names}: convert "
-                f'it with quant.to_low_precision_training(model, "{names}"), or leave out the state of the '
-                "report to go on in another recipe"
+                f"the checkpoint was trained {facts}, or leave out the state of the report to go on in others"
             )
         dtypes = state.get(_DTYPES)
         state, own = (

@@ -99,6 +99,8 @@ def _product(layer: LowPrecisionLinear, x: Tensor, weight: Tensor, whole: Tensor
     """Computes x wᵀ as the recipe rounds it; `whole` is x of all ranks, whose largest magnitude counts."""
     state = layer.low_precision
     y: Tensor
+    if torch._C._are_functorch_transforms_active():
+        raise UserError(f"{state.name}: trains in {state.recipe.name}, which takes no part in transforms of torch.func")
     if layer.training:
         state.note_weight(layer.weight)
     # A schedule that ends the forward's rounding is ours alone, and so are gradients in eval mode.

@@ -54,6 +54,7 @@ class GradientWatch:
         self._warns_of_resuming = self._warns_of_eval_mode = self._warns_of_bypassed = True
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._in_engine: weakref.WeakKeyDictionary[torch.optim.Optimizer, bool] = weakref.WeakKeyDictionary()
         self._replicas: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -64,6 +65,7 @@ class GradientWatch:
         self.action = state["action"]
         self._warns_of_resuming, self._warns_of_eval_mode, self._warns_of_bypassed = state["warns"]
         self._optimizers, self._replicas = weakref.WeakSet(), weakref.WeakSet()
+        self._in_engine = weakref.WeakKeyDictionary()
         # The copy of the model, which is still without its layers: they are looked up at each step.
         self.start(state["model"])
 
@@ -94,7 +96,8 @@ class GradientWatch:
 
     def check(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Stops, by a UserError, or skips where gradients of any optimizer of `model` are not finite."""
-        identities = {id(parameter) for parameter in _held(optimizer)}
+        own = {id(parameter) for parameter in model.parameters()}
+        identities = own if self._is_in_engine(model, optimizer) else {id(p) for p in _held(optimizer)}
         trained = trained_layers(model)
         layers = {name: layer for name, layer in trained.items() if id(layer.held) in identities}
         if self._warns_of_resuming and layers:
@@ -106,7 +109,6 @@ class GradientWatch:
                 f"{next(iter(layers))}: the model trains in eval mode, in which it computes each product twice, and "
                 "records no input for the deployed model; call model.train()"
             )
-        own = {id(parameter) for parameter in model.parameters()}
         if own.isdisjoint(identities):
             return
         if optimizer not in self._optimizers:
@@ -142,6 +144,13 @@ class GradientWatch:
             parameter.grad = None
         if not has_scaler:
             warn(f"{line}; this step is skipped")
+
+    def _is_in_engine(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+        """Returns whether DeepSpeed trains a model by an optimizer, which may hold flat copies of its parameters."""
+        if "deepspeed" in sys.modules and optimizer not in self._in_engine:
+            engines = (getattr(each, "basic_optimizer", None) for each in find_replicas(model))
+            self._in_engine[optimizer] = any(each is optimizer for each in engines)
+        return self._in_engine.get(optimizer, False)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -17,7 +17,8 @@ placed its weight. Whoever averages gradients in another way calls `report.reduc
 """
 
 import gc
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from quant.base.errors import UserError
+from quant.base.errors import UserError, warn
 from quant.calibration.statistics import static_input_scale
 from quant.formats.format import FORMATS, Format
 from quant.formats.rounding import encode, pack
@@ -99,6 +100,7 @@ class LowPrecision:
     largest_gradient: Tensor | None = None
     # Of another backend in place of the emulated ones: x, weight, this object, and x of all ranks, to y.
     products: "Callable[[Tensor, Tensor, LowPrecision, Tensor], Tensor] | None" = None
+    is_copy: bool = False  # of another model's layer, perhaps one that never trains
     deployed: Any = None  # the layer for evaluation, with the tensors that it was made from; see `deployed_layer`
 
     def __post_init__(self) -> None:
@@ -108,7 +110,7 @@ class LowPrecision:
 
     def __getstate__(self) -> dict[str, Any]:
         # The deployed layer is made again when it is needed; its weight is not ours to copy or write.
-        return {**vars(self), "deployed": None, "largest_input": None, "largest_gradient": None}
+        return {**vars(self), "deployed": None, "largest_input": None, "largest_gradient": None, "is_copy": True}
 
     def scaled_by(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns the largest magnitudes that x `[..., in]` and the weight are scaled by in this forward pass.
@@ -300,6 +302,12 @@ def deployed_layer(layer: Any, state: LowPrecision, x: Tensor) -> nn.Module:
     if activation is None or not activation.is_static or state.recorded_inputs():
         scale = input_scale(state, layer.weight.dtype)
     else:
+        if state.is_copy:
+            state.is_copy = False
+            warn(
+                "a copy of a model in training (EMA) has recorded no input, and evaluates by scales of its own, other "
+                "than the packed model's; load its weights into the model that trained"
+            )
         scale = static_input_scale(x.abs().amax().float(), activation, layer.weight.dtype)
     weight = packed_weight(layer.weight, state)
     scale = None if scale is None else scale.to(layer.weight.device)
@@ -332,14 +340,15 @@ class MadeFrom:
 
 
 def find_replicas(model: nn.Module) -> list[Any]:
-    """Returns the wrappers of this process, by DDP or FSDP's first version, that hold a parameter of `model`."""
+    """Returns the wrappers of this process, by DDP, FSDP's first version or DeepSpeed, with parameters of `model`."""
     if not is_distributed():
         return []
     from torch.distributed.fsdp import FullyShardedDataParallel  # which takes a while to import
 
     own = {id(parameter) for parameter in model.parameters()}
     # Nothing leads from a module to its wrapper; `isinstance` would ask objects that only pretend to have a class.
-    kinds = (DistributedDataParallel, FullyShardedDataParallel)
+    engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", DistributedDataParallel)
+    kinds = (DistributedDataParallel, FullyShardedDataParallel, engine)
     wrappers = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
     return [each for each in wrappers if any(id(parameter) in own for parameter in each.parameters())]
 
@@ -371,7 +380,8 @@ def _by_ranks(owners: Iterable[tuple[Tensor, Any]], replicas: Iterable[Any]) -> 
     for wrapper in replicas:
         # Ranks that have run out of inputs make no step, so the others cannot meet them here.
         if not (isinstance(wrapper, DistributedDataParallel) and wrapper._join_config.enable):
-            groups = wrapper.process_group, getattr(wrapper, "_inter_node_pg", None)  # of shards, and of their copies
+            ranks = getattr(wrapper, "seq_data_parallel_group", None) or wrapper.process_group
+            groups = ranks, getattr(wrapper, "_inter_node_pg", None)  # of shards, and of their copies
             groups_of_parameter |= {id(parameter): groups for parameter in wrapper.parameters()}
     by_ranks: dict[Any, list[Any]] = {}
     for parameter, owner in owners:
@@ -390,6 +400,14 @@ def shard_groups(model: nn.Module, replicas: Iterable[Any]) -> list[Any]:
 def reduce_amax(layers: Iterable[Any], group: Any = None) -> None:
     """Takes the largest magnitudes of all ranks of `group`, None for all; every one of them has to call it."""
     _reduce([history for layer in layers for history in _needed(layer.low_precision)], [group])
+
+
+def unagreed(layers: Mapping[str, Any]) -> str | None:
+    """Returns a layer of a model that several ranks train, which has recorded inputs that only this rank knows."""
+    if not is_distributed() or dist.get_world_size() == 1:
+        return None
+    names = (n for n, layer in layers.items() if any(h.latest >= 0 for h in _needed(layer.low_precision)))
+    return next(names, None)
 
 
 def _needed(state: LowPrecision) -> list[AmaxHistory]:

@@ -138,3 +138,33 @@ def test_the_best_weights_are_saved_and_the_best_checkpoint_is_tested(tmp_path: 
 def test_another_name_of_the_model_is_asked_for() -> None:
     with pytest.raises(quant.UserError, match=r"Tuned has no module called 'net'; name the attribute"):
         quant.QATCallback("nvfp4", module="net").setup(None, module(llama()), "fit")
+
+
+def test_averages_of_the_model_as_it_was_are_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import WeightAveraging
+
+    data = torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
+    for order in (1, -1):
+        callbacks = [quant.QATCallback("nvfp4", ROWS, solver="rtn"), WeightAveraging()][::order]
+        trainer = lightning.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False, callbacks=callbacks, default_root_dir=tmp_path,
+        )  # fmt: skip
+        if order == 1:
+            trainer.fit(module(llama()), data)
+            continue
+        with pytest.raises(quant.UserError, match="a callback before QATCallback averages the model as it was; put"):
+            trainer.fit(module(llama()), data)
+
+
+def test_weights_in_sixteen_bits_are_told(tmp_path: Path) -> None:
+    data = torch.utils.data.DataLoader(ROWS, batch_size=2)  # type: ignore[arg-type]
+    trainer = lightning.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[quant.QATCallback("nvfp4", ROWS, solver="rtn")], precision="bf16-true",
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.warns(
+        UserWarning, match=r'precision="bf16-true" rounds weights in training, and most updates are lost'
+    ):
+        trainer.fit(module(llama()), data)
