@@ -54,7 +54,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from quant.base.errors import check_installed, not_utf8, read_utf8, unlogged
+from quant.base.errors import check_installed, listed, not_utf8, read_utf8, unlogged, warn
 from quant.base.torch_modes import in_own_modes
 from quant.calibration.attention_names import text_config
 from quant.calibration.session import Session
@@ -228,6 +228,10 @@ def _open(datasets: Any, corpus: Corpus) -> Any:
         return datasets.load_from_disk(corpus.path).to_iterable_dataset()
     if (saved / "dataset_dict.json").is_file():
         return {split: part.to_iterable_dataset() for split, part in datasets.load_from_disk(corpus.path).items()}
+    # A .json file beside others is often about them.
+    kinds = sorted({file.suffix for file in saved.rglob("*")} & {".txt", ".jsonl", ".csv", ".tsv", ".parquet"})
+    if len(kinds) > 1:
+        warn(f"{saved}: has {listed(kinds)} files, of which one kind is read; name a file, or a folder of one kind")
     return datasets.load_dataset(corpus.path, corpus.config, streaming=True)
 
 

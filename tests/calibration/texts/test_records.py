@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,21 @@ def test_folders_and_splits(tmp_path: Path, datasets: Any) -> None:
     saved.save_to_disk(tmp_path / "saved")
     datasets.DatasetDict({"only": saved}).save_to_disk(tmp_path / "saved_dict")
     assert rows(tmp_path / "saved") == rows(tmp_path / "saved_dict") == rows(saved) == PACKED
+
+
+def test_a_folder_of_several_kinds_says_that_one_is_read(tmp_path: Path, datasets: Any) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    for name in ("a", "b"):
+        jsonl(folder / f"{name}.jsonl", [{"text": text} for text in TEXTS])
+    (folder / "about.json").write_text("{}")
+    (folder / "c.txt").write_text("zyxwvu")
+    says = r"has \.jsonl, \.txt files, of which one kind is read; name a file, or a folder of one kind"
+    with pytest.warns(UserWarning, match=says):
+        assert rows(folder, pack=False) == 2 * rows(folder / "a.jsonl", pack=False)
+    (folder / "c.txt").unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows(folder)
 
 
 def test_chats(tmp_path: Path, datasets: Any) -> None:
