@@ -564,6 +564,8 @@ def _pack_low_precision(model: nn.Module, layers: Mapping[str, LowPrecisionLinea
     # conversion, when the layers were chosen and grouped by it.
     to_plain_layers(model)
     plan = plan_of_recipes(model, recipes)
+    for lost in (layer for layer in plan.layers if layer.name in layers and layer.weight is None):
+        warn(f"{lost.name}: trained in {recipes[lost.name].name}, and the packed model has it in 16 bit: {lost.reason}")
     reasons = {name: f"codes and scales of training in {recipe.name}" for name, recipe in recipes.items()}
     plan = plan.replace_layers(replace(layer, reason=reasons[layer.name]) for layer in plan.quantized)
     for planned in plan.quantized:

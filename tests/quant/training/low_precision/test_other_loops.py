@@ -15,6 +15,7 @@ import torch
 from children import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
 
 import quant
 from quant.base.errors import UserError
@@ -57,6 +58,23 @@ def test_transforms_of_functions_are_refused_by_the_layer() -> None:
         UserError, match=r"q_proj: trains in fp8_delayed, which takes no part in transforms of torch\.func"
     ):
         torch.func.grad(loss)(weights)
+
+
+class Double(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_a_layer_that_packs_in_sixteen_bits_is_told() -> None:
+    """Servers fuse gate and up: the gate is packed as up is, whose weight was computed at the conversion."""
+    model = tiny_models.llama(gain=2.0, num_hidden_layers=1).requires_grad_(True).train()
+    up = model.model.layers[0].mlp.up_proj
+    parametrize.register_parametrization(up, "weight", Double())
+    quant.to_low_precision_training(model, "nvfp4")
+    backward(model)
+    parametrize.remove_parametrizations(up, "weight")
+    with pytest.warns(UserWarning, match=r"gate_proj: trained in nvfp4, and the packed model has it in 16 bit: \S"):
+        quant.pack(model)
 
 
 def test_a_compiled_step_is_watched() -> None:
