@@ -466,6 +466,8 @@ class QATLinear(RoundedWeight, nn.Linear):  # type: ignore[misc]
     def forward(self, input: Tensor) -> Tensor:
         """Maps `[..., in]` to `[..., out]`, as the packed layer computes it."""
         x = input
+        if hasattr(x, "to_local"):
+            raise UserError("QAT layers take no DTensor (tensor parallelism); wrap the model in DDP or FSDP2")
         self.remember_dtype()
         parts, common = self.parts, self.fusion.common(self, x)
         if common.rounded is None:

@@ -132,3 +132,21 @@ def without_a_wrapper(rank: int, file: str) -> None:
 def test_ranks_that_did_not_agree_are_told_when_they_pack(tmp_path: Path) -> None:
     """DDP's and DeepSpeed's (a stand-in) agree at each step; the latter's optimizer holds flat copies."""
     run_ranks(without_a_wrapper, (str(tmp_path / "group"),), 2)
+
+
+def in_parts(rank: int, file: str) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    joined(rank, file, 1)
+    model = tiny_models.llama(gain=2.0, num_hidden_layers=1).requires_grad_(True).train()
+    quant.prepare_qat(model, "nvfp4", ROWS, solver="rtn")
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
+    parallelize_module(model.model.layers[0].mlp, mesh, plan)
+    with pytest.raises(UserError, match=r"QAT layers take no DTensor \(tensor parallelism\); wrap the"):
+        model(ROWS)
+    torch.distributed.destroy_process_group()
+
+
+def test_qat_refuses_tensor_parallelism(tmp_path: Path) -> None:
+    run_ranks(in_parts, (str(tmp_path / "group"),))
