@@ -57,6 +57,7 @@ from quant.export.tensorrt.tensorrt_session import TensorrtSession, receipt_of, 
 from quant.generate.generate import TextStream, cast_unquantized, end_tokens
 from quant.models.huggingface import load_tokenizer
 from quant.recipes.blocks import cache_argument, cache_of, position_argument
+from quant.recipes.plan import PLAN_FILE
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ def onnx_findings(path: Path, directory: Path, device: Device) -> tuple[str | No
     metadata = own_metadata(load_graph(path))
     check_plan(metadata.get(PLAN_KEY, ""), directory)
     model: Any = load(directory)
-    findings = audit_onnx(path, model, describe(directory)[0])  # puts the model in the file's dtype
+    plan = describe(directory)[0] if (directory / PLAN_FILE).is_file() else None
+    findings = audit_onnx(path, model, plan)  # puts the model in the file's dtype
     options = read_record(f"{path}: its metadata", metadata[EXPORT_KEY])[1] if metadata else {}
     words = {True: "another file", False: "not in the directory"}
     if options.get("genai") or (path.parent / CONFIG_FILE).is_file():

@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from samples import BASE
 from torch import nn
 
+from quant.base.errors import UserError
 from quant.cli.main import main
 from quant.cli.quantize import quantize_command
 from quant.export.checkpoint.load import load
@@ -145,7 +146,6 @@ def test_a_model_that_is_not_quantized_writes_too(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--prompt", ""), "the prompt holds no token"),
         (("--prompt", PROMPT, "--max-new-tokens", "0"), "--max-new-tokens is 0; expected 1 or more"),
         (("--prompt", PROMPT, "--max-new-tokens", "500"), "the model takes 128; shorten the prompt"),
         (("--prompt", PROMPT, "--dtype", "int8"), "--dtype int8: unknown; known: bfloat16, float16, float32"),
@@ -157,6 +157,15 @@ def test_mistakes_are_one_line(checkpoint: Path, arguments: tuple[str, ...], mes
     result = run(main, "generate", checkpoint, *arguments)
     assert result.exit_code == 2 and result.stdout == ""
     assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_prompt_without_a_token(checkpoint: Path) -> None:
+    """In Python; the command says that the variable was empty."""
+    transformers = pytest.importorskip("transformers", reason="the extra hf")
+    with pytest.raises(UserError, match="the prompt holds no token; give some text with"):
+        generate(load(checkpoint), transformers.AutoTokenizer.from_pretrained(checkpoint), "", 1)
+    told = run(main, "generate", checkpoint, "--prompt", "")
+    assert told.exit_code == 2 and "'--prompt' is empty, as a variable that is not set" in told.stderr
 
 
 def test_tune_needs_a_gpu_or_says_so(checkpoint: Path) -> None:
