@@ -28,7 +28,7 @@ from quant.formats.tensor import BlockScaledTensor
 
 KV_FORMATS = ("fp8", "fp8_token", "nvfp4")  # formats of a quantized cache
 PAGE_SIZES = (16, 32, 64)
-MAX_DIM = 256
+HEAD_DIMS = range(16, 257, 16)  # widths of a head
 HEADROOM = 16.0  # factor by which later tokens may exceed the first ones under a scale that was not calibrated
 CANDIDATES = (-2, 5)
 """The first and the last block scale that NVFP4 tries, as offsets in E4M3 codes from that of the `max` rule."""
@@ -102,8 +102,8 @@ def check_kv_format(format: Format | None, dim: int) -> None:
     """Raises ValueError for a `format` or a head dimension that no cache has."""
     if format is not None and format.name not in KV_FORMATS:
         raise ValueError(f"KV cache: no format {format}; known: {', '.join(KV_FORMATS)}, or None for 16 bit")
-    if dim % 16 or not 0 < dim <= MAX_DIM:
-        takes = f"it must be a multiple of 16, at most {MAX_DIM}"
+    if dim not in HEAD_DIMS:
+        takes = f"it must be a multiple of 16, at most {HEAD_DIMS[-1]}"
         raise ValueError(f"KV cache: head dimension {dim}; {takes}; take {option('kv_cache', '16bit')}")
 
 

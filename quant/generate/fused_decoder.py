@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quant.formats.tensor import BlockScaledTensor
 from quant.generate.key_rotation import Turn
 from quant.kernels.attention.attention_operands import ScoreKeywords
-from quant.kernels.attention.kv_pages import MAX_DIM, KVPages, write_reference
+from quant.kernels.attention.kv_pages import HEAD_DIMS, KVPages, write_reference
 from quant.kernels.attention.paged_attention import paged_attention
 from quant.kernels.base.hardware import has_triton
 from quant.kernels.base.weight_layout import is_prepacked
@@ -142,7 +142,7 @@ def decoder_refusal(model: nn.Module) -> str:
         (_gate(config) not in _GATES, f"its MLP is gated by {_gate(config)}"),
         (not ropes <= set(_ROPES), f"its rotary embedding is {', '.join(sorted(ropes))}"),
         (getattr(config, "use_bidirectional_attention", False), "its attention looks ahead"),
-        (head_dim(config) % 16 or head_dim(config) > MAX_DIM, f"its head dimension is {head_dim(config)}"),
+        (head_dim(config) not in HEAD_DIMS, f"its head dimension is {head_dim(config)}"),
         (bool(options), f"its generation config sets {', '.join(sorted(options))}"),
     ):
         if wrong:

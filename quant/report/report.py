@@ -21,7 +21,7 @@ from quant.calibration.sensitivity.costs import mixed_cache_bytes
 from quant.calibration.sensitivity.table import Sensitivity
 from quant.evaluation.evaluation import Evaluation, Examples, Fingerprint
 from quant.export.checkpoint.files.tensor_file import sha256_of
-from quant.kernels.attention.kv_pages import MAX_DIM
+from quant.kernels.attention.kv_pages import HEAD_DIMS
 from quant.models.files import companion_files
 from quant.models.gguf_architectures import head_dim
 from quant.recipes.plan import PLAN_FILE, Plan
@@ -263,4 +263,4 @@ def kv_cache_of(config: Any, plan: Plan) -> KVCache | None:
         return None
     layers = getattr(text := text_config(config), "per_layer_config", None) or [text]
     widths = {head_dim(layer) for layer in layers if getattr(layer, "num_attention_heads", None)}
-    return KVCache(nbytes, context, batch, max((x for x in widths if x % 16 or x > MAX_DIM), default=0))
+    return KVCache(nbytes, context, batch, max((x for x in widths if x not in HEAD_DIMS), default=0))

@@ -13,7 +13,7 @@ from quant.calibration.layer_result import LayerResult
 from quant.calibration.texts.mixture import solver_needs_data
 from quant.evaluation.evaluation import Evaluation
 from quant.formats.format import get_format
-from quant.kernels.attention.kv_pages import MAX_DIM
+from quant.kernels.attention.kv_pages import HEAD_DIMS
 from quant.models.files import read_fields
 from quant.recipes.plan import Plan
 from quant.recipes.solver_names import parse_solver
@@ -214,7 +214,7 @@ def next_steps(report: Report, plan: Plan, directory: Path) -> list[str]:
         lines.append("the loss was not measured: give --eval FILE to a run, or use the line `measure` below")
     path, original = quoted(directory), quoted(report.model)
     lines.append(f'try it:   quant generate {path} --prompt "The capital of France is"{cache_flag(report, plan)}{flag}')
-    cache = "" if report.kv_cache is None or report.kv_cache.width <= MAX_DIM else cache_flag(report, plan)
+    cache = "" if report.kv_cache is None or report.kv_cache.width <= HEAD_DIMS[-1] else cache_flag(report, plan)
     lines.append(f"measure:  quant evaluate {path} --text FILE --baseline {original}{cache}{flag}")
     # As the model card has it, which knows the model's class too.
     card = directory / "README.md"

@@ -220,23 +220,23 @@ def take_scales_along_the_other_axis(graph: Graph) -> None:
     graph.attribute(graph.of("DequantizeLinear")[2], "axis", 1)
 
 
+def exchange_names(values: Any, ends: list[Any], first: str, second: str) -> None:
+    """In the graph's own `values` and in the `ends` of nodes."""
+    names = {first: second, second: first}
+    for value in values:
+        value.name = names.get(value.name, value.name)
+    for end in ends:
+        for index, name in enumerate(end):
+            end[index] = names.get(name, name)
+
+
 def exchange_the_caches_of_two_blocks(graph: Graph) -> None:
     """Their inputs alone; the outputs stay."""
-    names = {"past_key.0": "past_key.1", "past_key.1": "past_key.0"}
-    for value in graph.model.graph.input:
-        value.name = names.get(value.name, value.name)
-    for node in graph.nodes:
-        for index, name in enumerate(node.input):
-            node.input[index] = names.get(name, name)
+    exchange_names(graph.model.graph.input, [node.input for node in graph.nodes], "past_key.0", "past_key.1")
 
 
 def exchange_new_keys_and_values(graph: Graph) -> None:
-    names = {"new_key.0": "new_value.0", "new_value.0": "new_key.0"}
-    for value in graph.model.graph.output:
-        value.name = names.get(value.name, value.name)
-    for node in graph.nodes:
-        for index, name in enumerate(node.output):
-            node.output[index] = names.get(name, name)
+    exchange_names(graph.model.graph.output, [node.output for node in graph.nodes], "new_key.0", "new_value.0")
 
 
 def halve_the_cache(graph: Graph) -> None:
